@@ -109,7 +109,9 @@ def test_greedy_text_equals_transformers(engine, model):
     ],
     ids=["temperature", "top_k", "top_p", "greedy", "min_new_tokens"],
 )
-def test_logprobs_equal_full_distribution_at_temperature(engine, model, options):
+def test_logprobs_equal_full_distribution_at_temperature(engine, kind, model, options):
+    if kind == "tensorrt_llm" and options.temperature != 1 and (options.greedy or options.top_k):
+        pytest.skip("TensorRT-LLM returns no such log-probs (docs/tensorrt_llm.md)")
     for sample in generate(engine, requests(2), options):
         torch.testing.assert_close(
             sample.engine_logprobs,

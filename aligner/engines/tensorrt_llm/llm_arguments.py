@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.errors import AlignerError, ConfigError
 from aligner.models.layouts import cache_bytes_per_token
 from aligner.models.shape import ModelShape
@@ -26,6 +27,13 @@ _OPTIONAL_KEYWORDS = (
 )
 # Memory tag of the KV cache; all other tags belong to the model and the executor.
 _KV_CACHE_TAG = "kv_cache"
+# Memory tags whose contents are discarded by a release. The next weight sync writes the weights.
+_DISCARDED_TAGS = ("model_weights", _KV_CACHE_TAG)
+# Classes for the configuration of CUDA graphs. Release 1.3.0rc27 documents the second one instead.
+_CUDA_GRAPH_CONFIGS = (
+    "tensorrt_llm.llmapi.CudaGraphConfig",
+    "tensorrt_llm.llmapi.DecodeCudaGraphConfig",
+)
 # Modules that may contain `ExecutorMemoryType`, those of newer releases first.
 _MEMORY_TYPE_MODULES = ("tensorrt_llm.llmapi.llm_args", "tensorrt_llm._torch.virtual_memory")
 
@@ -127,12 +135,42 @@ def select_accepted(
 
 
 def get_llm_keywords() -> frozenset[str]:
-    """Return the keywords that `AsyncLLM` accepts.
-
-    `backend` is included, since `AsyncLLM` accepts it although it is not a field of its arguments.
-    """
+    """Return the keywords that `AsyncLLM` accepts."""
     kwargs_model = find_object("tensorrt_llm.llmapi.llm_args.TorchLlmArgs")
-    return frozenset(get_keywords(find_object("tensorrt_llm.AsyncLLM"), kwargs_model)) | {"backend"}
+    return frozenset(get_keywords(find_object("tensorrt_llm.AsyncLLM"), kwargs_model))
+
+
+def get_sampling_keywords() -> Mapping[str, Any]:
+    """Return the keywords that `SamplingParams` accepts, with their defaults."""
+    return get_keywords(find_object("tensorrt_llm.SamplingParams"))
+
+
+def build_logprobs_arguments(
+    sampling_keywords: Mapping[str, Any], options: SamplingOptions
+) -> dict[str, Any]:
+    """Return the arguments for `SamplingParams` that select the log-probs to return.
+
+    The log-probs should be those of the full distribution at the sampling temperature. Since
+    release 1.3, TensorRT-LLM returns either raw log-probs, those of the full distribution at
+    temperature 1, or processed log-probs. Processed log-probs are those after temperature, top-k
+    and top-p, and 0 for tokens of greedy decoding.
+
+    Args:
+        sampling_keywords: Keywords that `SamplingParams` accepts, with their defaults.
+        options: Sampling parameters of the request.
+    """
+    if "logprobs_mode" not in sampling_keywords:
+        return {}
+    # The module of the enumeration depends on the release, its default does not.
+    mode_class = type(sampling_keywords["logprobs_mode"])
+    is_raw = options.greedy or options.temperature == 1
+    return {"logprobs_mode": mode_class("raw" if is_raw else "processed")}
+
+
+def find_memory_types() -> Any:
+    """Return the enumeration of TensorRT-LLM's memory tags, or None if it does not exist."""
+    candidates = (find_object(f"{module}.ExecutorMemoryType") for module in _MEMORY_TYPE_MODULES)
+    return next((candidate for candidate in candidates if candidate), None)
 
 
 def build_sleep_arguments(accepted_keywords: Collection[str]) -> dict[str, Any]:
@@ -145,7 +183,14 @@ def build_sleep_arguments(accepted_keywords: Collection[str]) -> dict[str, Any]:
         AlignerError: The installed release cannot release GPU memory.
     """
     if "sleep_config" in accepted_keywords:
-        return {"sleep_config": find_object("tensorrt_llm.llmapi.llm_args.SleepConfig")()}
+        # By default, all memory except the KV cache is copied to the host.
+        restore_modes = {
+            memory_type: "NONE"
+            for memory_type in find_memory_types()
+            if memory_type.value in _DISCARDED_TAGS
+        }
+        sleep_config_class = find_object("tensorrt_llm.llmapi.llm_args.SleepConfig")
+        return {"sleep_config": sleep_config_class(restore_modes=restore_modes)}
     if "enable_sleep" in accepted_keywords:
         return {"enable_sleep": True}
     raise AlignerError(
@@ -163,8 +208,7 @@ def get_memory_tags() -> tuple[tuple[str, ...], tuple[str, ...]]:
     Raises:
         AlignerError: The installed release has no `ExecutorMemoryType`.
     """
-    candidates = (find_object(f"{module}.ExecutorMemoryType") for module in _MEMORY_TYPE_MODULES)
-    memory_types = next((candidate for candidate in candidates if candidate), None)
+    memory_types = find_memory_types()
     if memory_types is None:
         raise AlignerError(
             "engine.sleep=true: this release of TensorRT-LLM has no ExecutorMemoryType; set"
@@ -209,6 +253,7 @@ def compute_cache_tokens(
 
 def build_llm_arguments(
     accepted_keywords: Collection[str],
+    sampling_keywords: Collection[str],
     directory: Path,
     shape: ModelShape,
     settings: EngineConfig,
@@ -218,6 +263,7 @@ def build_llm_arguments(
 
     Args:
         accepted_keywords: Keywords that `AsyncLLM` accepts.
+        sampling_keywords: Keywords that `SamplingParams` accepts.
         directory: Model directory, from which only the configuration is read; the weights arrive by
             weight sync.
         shape: Dimensions of the model.
@@ -233,19 +279,19 @@ def build_llm_arguments(
     if cache_tokens is None:
         cache_size = {"free_gpu_memory_fraction": settings.tensorrt_llm.free_memory_fraction}
 
-    cuda_graph_config_class = find_object("tensorrt_llm.llmapi.CudaGraphConfig")
     kv_cache_config_class = find_object("tensorrt_llm.llmapi.KvCacheConfig")
     # Block reuse is the prefix cache: the samples of a prompt share its KV cache.
     kv_cache_config = kv_cache_config_class(enable_block_reuse=True, **cache_size)
     cuda_graph_config = None
     if settings.cuda_graphs:
+        cuda_graph_classes = (find_object(path) for path in _CUDA_GRAPH_CONFIGS)
+        cuda_graph_config_class: Any = next(filter(None, cuda_graph_classes))
         cuda_graph_config = cuda_graph_config_class(
             max_batch_size=settings.batch_size, enable_padding=True
         )
 
     arguments = {
         "model": str(directory),
-        "backend": "pytorch",
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": str(dtype).removeprefix("torch."),
@@ -259,9 +305,12 @@ def build_llm_arguments(
         "stream_interval": settings.tensorrt_llm.stream_interval,
         "kv_cache_config": kv_cache_config,
         "cuda_graph_config": cuda_graph_config,
-        "sampler_type": "TRTLLMSampler",
         "ray_worker_extension_cls": WORKER_EXTENSION,
     }
+    # Releases with `logprobs_mode` implement it in their default sampler. They deprecate this
+    # sampler, or reject it.
+    if "logprobs_mode" not in sampling_keywords:
+        arguments["sampler_type"] = "TRTLLMSampler"
     if settings.sleep:
         arguments |= build_sleep_arguments(accepted_keywords)
     return select_accepted(

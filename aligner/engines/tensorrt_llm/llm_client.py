@@ -12,8 +12,10 @@ from aligner.engines.external.client import Client, shut_down_on_failure
 from aligner.engines.external.responses import Response, ResponseGenerator
 from aligner.engines.tensorrt_llm.llm_arguments import (
     build_llm_arguments,
+    build_logprobs_arguments,
     get_llm_keywords,
     get_memory_tags,
+    get_sampling_keywords,
     load_package,
 )
 from aligner.errors import AlignerError
@@ -116,13 +118,16 @@ class TensorRTLLMClient(Client):
         super().__init__(NAME, settings.tensorrt_llm.timeout_s)
         self._worker_count = settings.parallel.tensor
         self._update_timeout_s = settings.update_timeout_s
+        self._is_update_open = False
+        """Whether a weight update has loaded tensors and was not finished."""
         with shut_down_on_failure(NAME, self.shutdown):
             with replace_environment(build_worker_environment(os.environ, devices)):
                 # The import starts MPI if it finds a launcher's environment variables, so it must
                 # happen in the workers' environment.
                 package = load_package()
+                self._sampling_keywords = get_sampling_keywords()
                 arguments = build_llm_arguments(
-                    get_llm_keywords(), directory, shape, settings, dtype
+                    get_llm_keywords(), self._sampling_keywords, directory, shape, settings, dtype
                 )
                 self._memory_tags = get_memory_tags() if settings.sleep else ((), ())
                 self._llm = package.AsyncLLM(**arguments)
@@ -188,8 +193,20 @@ class TensorRTLLMClient(Client):
             detokenize=False,
             include_stop_str_in_output=True,
             **stop_arguments,
+            **build_logprobs_arguments(self._sampling_keywords, options),
         )
         return self._llm.generate_async(inputs=tokens, sampling_params=sampling, streaming=True)
+
+    def pause_generation(self, *, interrupt_responses: bool) -> None:
+        """Pause generation before a weight update (see `Client.pause_generation`).
+
+        If the last update was not finished, all workers forget it. Otherwise workers that did not
+        fail would treat the new update as the rest of the last one.
+        """
+        super().pause_generation(interrupt_responses=interrupt_responses)
+        if self._is_update_open:
+            self._call_workers("abandon_update")
+            self._is_update_open = False
 
     def update_weights(self, handles: Mapping[str, Any] | None) -> None:
         """Load tensors, or finish a weight update.
@@ -198,7 +215,10 @@ class TensorRTLLMClient(Client):
             handles: Handles of the tensors on every worker's GPU; None finishes the update and
                 clears the KV cache.
         """
+        # Set before the call: workers may have loaded tensors when it fails.
+        self._is_update_open = True
         self._call_workers("update_weights", handles, timeout_s=self._update_timeout_s)
+        self._is_update_open = handles is not None
 
     def release_memory(self) -> None:
         """Free the memory of the model and of the KV cache, whose contents are lost."""

@@ -27,7 +27,8 @@ from aligner.schema import EngineConfig, EngineParallelConfig
 class TensorRTLLMEngine(ExternalEngine):
     """Generation engine that runs TensorRT-LLM, with one worker on the GPU of each rank.
 
-    While the workers sleep, TensorRT-LLM stores a copy of the model in host memory.
+    While the workers sleep, TensorRT-LLM stores the contents of their memory in host memory, except
+    the KV cache and, since release 1.3, the weights.
     """
 
     def __init__(
@@ -137,11 +138,11 @@ def build_ipc_handles(tensors: Mapping[str, Tensor], device_uuid: str) -> dict[s
 
     A CUDA tensor is not copied: the worker opens its memory by CUDA IPC. The tensors must therefore
     stay allocated and unchanged until the worker has answered. Afterwards,
-    `torch.cuda.ipc_collect()` frees the memory that the worker has closed. CPU tensors are sent by
-    value.
+    `torch.cuda.ipc_collect()` frees the memory that the worker has closed. Workers refuse the
+    handles of CPU tensors.
 
     Args:
-        tensors: Tensors by name, all on one device.
+        tensors: Tensors by name, all on one GPU.
         device_uuid: UUID of the worker's GPU.
 
     Returns:

@@ -216,6 +216,7 @@ def _compute_trainer_memory(config: Config, shape: ModelShape, stage: int) -> Ro
         ]
         if config.engine.kind == "tensorrt_llm" and config.engine.sleep:
             # The sleeping engine copies its weights to host memory, also during a weight sync.
+            # Since release 1.3 it does not, but the release is known only on the nodes.
             host += phases[-1].engine
         host += _compute_packed_weight_bytes(config, shape)
     if has_generator(config):

@@ -1,9 +1,10 @@
 """A fake TensorRT-LLM without GPUs: it refuses keywords that are not in the contract, and it
 generates.
 
-Its signatures are those of `contract.py`. Its workers cut their slices out of the tensors that they
-receive, fuse them, and keep nothing else. To generate, the fake reassembles the slices and runs
-them with transformers.
+Its signatures are those of `contract.py`. Its workers open handles with a restricted unpickler, cut
+their slices out of the tensors that they receive, fuse them, and keep nothing else. They refuse a
+weight update that follows on a failed one whose state is still there. To generate, the fake
+reassembles the slices and runs them with transformers.
 """
 
 from __future__ import annotations
@@ -16,19 +17,24 @@ import functools
 import importlib
 import importlib.machinery
 import inspect
+import io
 import pickle
+import re
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from tests.engines.tensorrt_llm import contract
 
-RELEASES = {"1.2": "1.2.0", "1.3": "1.3.0rc13"}
+RELEASES = {"1.2": "1.2.0", "1.3": "1.3.0rc24", "1.4": "1.4.0rc4"}
+LogprobMode = enum.Enum("LogprobMode", contract.LOGPROB_MODES)
 
 
 def signature(path: str, version: str) -> inspect.Signature:
@@ -78,10 +84,16 @@ def model_of(path: str, version: str) -> type:
 
 
 def sampling_params_of(version: str) -> type:
-    model = model_of("tensorrt_llm.SamplingParams", version)
+    path = "tensorrt_llm.SamplingParams"
+    parameters = signature(path, version).parameters.copy()
+    if "logprobs_mode" in parameters:
+        mode = parameters["logprobs_mode"].replace(default=LogprobMode.RAW)
+        parameters["logprobs_mode"] = mode
 
     def init(self: Any, **kwargs: Any) -> None:
-        model.__init__(self, **kwargs)
+        vars(self).update(bind(path, version, (), kwargs))
+        if "logprobs_mode" in parameters:
+            self.logprobs_mode = LogprobMode(self.logprobs_mode or LogprobMode.RAW)
         for name, low in (("top_k", 0), ("temperature", 0), ("max_tokens", 1)):
             if (value := getattr(self, name)) is not None and value < low:
                 raise ValueError(f"{name}={value}: must be at least {low}")
@@ -91,7 +103,29 @@ def sampling_params_of(version: str) -> type:
         if max(self.n, self.best_of or 1) > 1 and self.greedy:
             raise ValueError("greedy decoding returns one sequence")
 
-    return type("SamplingParams", (model,), {"__init__": init})
+    # The class is a dataclass, whose signature has the defaults.
+    return type(
+        "SamplingParams",
+        (),
+        {"__init__": init, "__signature__": inspect.Signature(list(parameters.values()))},
+    )
+
+
+def sleep_config_of(version: str) -> type:
+    model = model_of("tensorrt_llm.llmapi.llm_args.SleepConfig", version)
+
+    def init(self: Any, **kwargs: Any) -> None:
+        model.__init__(self, **kwargs)
+        modes = {"kv_cache": "NONE"} | {
+            getattr(tag, "value", tag): mode for tag, mode in (self.restore_modes or {}).items()
+        }
+        if not modes.keys() <= set(contract.MEMORY_TYPES_SINCE_1_3.values()):
+            raise ValueError(f"restore_modes: unknown tags in {modes}")
+        if not set(modes.values()) <= {"NONE", "MEMSET", "CPU", "PINNED"}:
+            raise ValueError(f"restore_modes: unknown modes in {modes}")
+        self.restore_modes = modes
+
+    return type("SleepConfig", (model,), {"__init__": init})
 
 
 @dataclass(frozen=True)
@@ -129,14 +163,114 @@ def _fused(name: str) -> tuple[str, str] | None:
     return None
 
 
+def share_tensor(tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """Return a handle with the form of a CUDA IPC handle.
+
+    It has the same function and arguments as torch's handle of a CUDA tensor. The storage is sent
+    by value, because CUDA IPC does not exist without a GPU.
+    """
+    storage = tensor.detach().untyped_storage()
+    arguments = (
+        *(type(tensor), tensor.size(), tensor.stride(), tensor.storage_offset()),
+        *(torch.storage.TypedStorage, tensor.dtype, 0, bytes(storage), storage.nbytes(), 0, False),
+        *(b"", 0, b"", False),
+    )
+    return rebuild_cuda_tensor, arguments
+
+
+def open_tensor(function: Any, arguments: Sequence[Any], device: int) -> Tensor:
+    """Open a handle of `share_tensor` on a worker's device."""
+    replaced = list(arguments)
+    replaced[contract.DEVICE_ARGUMENT] = device
+    assert function is rebuild_cuda_tensor
+    _, size, stride, offset, _, dtype, where, memory, *_ = replaced
+    assert where == device
+    return torch.frombuffer(bytearray(memory), dtype=dtype).as_strided(size, stride, offset)
+
+
+class RestrictedUnpickler(pickle.Unpickler):
+    """Unpickler that imports only the names that a worker allows in IPC handles."""
+
+    def __init__(self, data: bytes, refused: Mapping[str, Sequence[str]] | None) -> None:
+        super().__init__(io.BytesIO(data))
+        self._refused = refused or {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_allowed = re.match(contract.ALLOWED_MODULES, module) or (
+            module == "builtins" and name in contract.ALLOWED_BUILTINS
+        )
+        if not is_allowed or name in self._refused.get(module, ()):
+            raise ValueError(f"Import {module} | {name} is not allowed")
+        return super().find_class(module, name)
+
+
+def load_handles(text: str, release: str) -> list[tuple[str, tuple[Any, tuple[Any, ...]]]]:
+    """Unpickle the handles of a GPU as a worker of the release does."""
+    refused = contract.WEIGHT_UPDATES[release].refused_imports
+    handles = RestrictedUnpickler(base64.b64decode(text), refused).load()
+    assert isinstance(handles, list)
+    return handles
+
+
+class Model:
+    """The part of a worker's model that weight updates use."""
+
+    def __init__(self) -> None:
+        self.loaded: set[str] | None = None
+        """Tensors that were loaded since `pre_reload_weights`; None outside of an update."""
+
+    def modules(self) -> list[Model]:
+        return [self]
+
+    def pre_reload_weights(self) -> None:
+        self.loaded = set()
+
+    def process_weights_after_loading(self) -> None:
+        self.loaded = None
+
+
+class ModelLoader:
+    """The model loader, which writes a worker's slices."""
+
+    def __init__(self, load: Any) -> None:
+        self._load = load
+
+    def reload(
+        self, model: Model, weights: Mapping[str, Tensor], allow_partial_loading: bool = False
+    ) -> None:
+        assert allow_partial_loading, "a bucket is not the whole model"
+        if model.loaded is None:
+            raise RuntimeError("a bucket was loaded before pre_reload_weights")
+        if twice := model.loaded & weights.keys():
+            raise RuntimeError(f"loaded already, by an update that was not finished: {twice}")
+        model.loaded |= weights.keys()
+        self._load(weights)
+
+
+class StatefulModelLoader(ModelLoader):
+    """The model loader of releases that hold state during an update."""
+
+    is_updating = False
+
+    def begin_update_weights(self) -> None:
+        if self.is_updating:
+            raise RuntimeError("the state of an update that was not finished is still there")
+        self.is_updating = True
+
+    def finalize_update_weights(self) -> None:
+        self.is_updating = False
+
+    def abort_update_weights(self) -> None:
+        self.is_updating = False
+
+
 class Executor:
     """The part of a worker's `engine` that extensions use."""
 
-    def __init__(self, llm: FakeLLM, reload: Any) -> None:
+    def __init__(self, llm: FakeLLM, load: Any) -> None:
         self._llm = llm
-        self.model_engine = types.SimpleNamespace(
-            model=None, model_loader=types.SimpleNamespace(reload=reload)
-        )
+        loader = StatefulModelLoader if llm.weight_updates.has_loader_state else ModelLoader
+        self.model_engine = types.SimpleNamespace(model=Model(), model_loader=loader(load))
 
     @contextlib.contextmanager
     def control_action(self) -> Iterator[None]:
@@ -155,7 +289,7 @@ class Worker:
     def __init__(self, llm: FakeLLM, rank: int, size: int) -> None:
         self.llm, self.rank, self.size, self.device_id = llm, rank, size, rank
         self.parameters: dict[str, dict[str, Tensor]] = {}
-        self.engine = Executor(llm, self._reload)
+        self.engine = Executor(llm, self._load)
 
     def report_device_id(self) -> str:
         return self.llm.device_uuid(self.rank)
@@ -164,10 +298,9 @@ class Worker:
 
     def submit(self) -> None: ...
 
-    def _reload(
-        self, model: None, weights: Mapping[str, Tensor], allow_partial_loading: bool = False
-    ) -> None:
-        assert allow_partial_loading, "a bucket is not the whole model"
+    def _load(self, weights: Mapping[str, Tensor]) -> None:
+        if self.llm.broken_worker == self.rank:
+            raise RuntimeError("out of memory")
         self.llm.stale_prefixes = self.llm.stale_prefixes or self.llm.has_prefixes
         for name, tensor in weights.items():
             assert name in self.llm.names, f"the model has no {name}"
@@ -187,29 +320,74 @@ class Worker:
         return self.parameters[parameter][part]
 
 
-class WorkerExtension:
-    """The release's own extension."""
+def _open_bucket(worker: Any, ipc_handles: Mapping[str, str]) -> dict[str, Tensor]:
+    if (uuid := worker.report_device_id()) not in ipc_handles:
+        raise ValueError(f"Device UUID {uuid} not found in ipc_handles")
+    handles = load_handles(ipc_handles[uuid], worker.llm.update_state)
+    return {
+        name: open_tensor(function, arguments, worker.device_id)
+        for name, (function, arguments) in handles
+    }
 
-    def update_weights(self, ipc_handles: dict[str, Any] | None = None) -> None:
-        with self.engine.control_action():
-            if ipc_handles is None:
-                assert self.llm.updating, "an update was finished that no bucket has begun"
-                self.llm.finished += 1
-                if self.llm.finished == self.size:
-                    self.llm.updating, self.llm.finished = False, 0
-                self.engine.reset_prefix_cache()
-                return
-            self.llm.updating = True
-            if self.llm.broken_worker == self.rank:
-                raise RuntimeError("out of memory")
-            if (uuid := self.report_device_id()) not in ipc_handles:
-                raise ValueError(f"Device UUID {uuid} not found in ipc_handles")
-            handles = pickle.loads(base64.b64decode(ipc_handles[uuid]))
-            weights = {name: function(*arguments) for name, (function, arguments) in handles}
-            self.engine.model_engine.model_loader.reload(None, weights, allow_partial_loading=True)
 
-    def check_weights_updated(self) -> bool:
-        return True
+def _begin(worker: Any, updates: contract.WeightUpdates) -> None:
+    """Prepare all modules for new weights, unless the latch says that they are prepared."""
+    engine = worker.engine.model_engine
+    if hasattr(engine.model, contract.LATCH):
+        return
+    if updates.has_loader_state:
+        engine.model_loader.begin_update_weights()
+    for module in engine.model.modules():
+        module.pre_reload_weights()
+    setattr(engine.model, contract.LATCH, True)
+
+
+def _finish(worker: Any, updates: contract.WeightUpdates) -> None:
+    engine = worker.engine.model_engine
+    assert engine.model.loaded, "an update was finished that no bucket has begun"
+    if worker.llm.worker_broken_at_end == worker.rank:
+        raise RuntimeError("out of memory at the end")
+    if updates.has_loader_state:
+        engine.model_loader.finalize_update_weights()
+    for module in engine.model.modules():
+        module.process_weights_after_loading()
+    worker.engine.reset_prefix_cache()
+    delattr(engine.model, contract.LATCH)
+
+
+def _forget(worker: Any) -> None:
+    model = worker.engine.model_engine.model
+    if hasattr(model, contract.LATCH):
+        delattr(model, contract.LATCH)
+
+
+def extension_of(updates: contract.WeightUpdates) -> type:
+    """Return a release's own extension."""
+
+    class WorkerExtension:
+        def update_weights(self, ipc_handles: dict[str, Any] | None = None) -> None:
+            engine = self.engine.model_engine
+            with self.engine.control_action():
+                try:
+                    _begin(self, updates)
+                    if ipc_handles is None:
+                        _finish(self, updates)
+                    else:
+                        bucket = _open_bucket(self, ipc_handles)
+                        engine.model_loader.reload(engine.model, bucket, allow_partial_loading=True)
+                except Exception:
+                    if updates.has_loader_state:
+                        engine.model_loader.abort_update_weights()
+                    if updates.clears_latch_on_failure:
+                        _forget(self)
+                    raise
+
+        def check_weights_updated(self) -> bool:
+            return True
+
+    if updates.has_abort:
+        WorkerExtension.abort_update_weights = lambda self, reason="": _forget(self)
+    return WorkerExtension
 
 
 class Output:
@@ -300,7 +478,7 @@ class Output:
 class FakeLLM:
     """The fake of AsyncLLM."""
 
-    version = ""
+    version = update_state = ""
     honors_seeds = logprobs_by_id = True
     made: list[FakeLLM] = []  # noqa: RUF012
 
@@ -310,9 +488,11 @@ class FakeLLM:
         self.workers: list[Any] = []
         self.running: set[Output] = set()
         self.released: set[str] = set()
-        self.updating = self.has_prefixes = self.stale_prefixes = False
-        self.finished = 0
+        self.backed_up: set[str] = set()
+        """Tags whose contents were copied to host memory."""
+        self.has_prefixes = self.stale_prefixes = False
         self.broken_worker: int | None = None
+        self.worker_broken_at_end: int | None = None
         self.calls: list[str] = []
         self._model: Any = None
         FakeLLM.made.append(self)
@@ -320,6 +500,15 @@ class FakeLLM:
     @functools.cached_property
     def names(self) -> set[str]:
         return set(self._whole_model().state_dict())
+
+    @property
+    def weight_updates(self) -> contract.WeightUpdates:
+        return contract.WEIGHT_UPDATES[self.update_state]
+
+    @property
+    def updating(self) -> bool:
+        """Whether a worker is in an update that was begun and not finished."""
+        return any(worker.engine.model_engine.model.loaded is not None for worker in self.workers)
 
     def device_uuid(self, rank: int) -> str:
         return f"CPU-{rank}"
@@ -362,6 +551,10 @@ class FakeLLM:
         self.calls.append("release")
         self.stale_prefixes = self.stale_prefixes or self.has_prefixes
         self.released |= set(tags)
+        config = self.arguments.get("sleep_config")
+        # Release 1.2 discards nothing but the KV cache.
+        modes = {"kv_cache": "NONE"} if config is None else config.restore_modes
+        self.backed_up |= {tag for tag in tags if modes.get(tag) not in ("NONE", "MEMSET")}
 
     async def resume(self, tags: Sequence[str]) -> None:
         self._check_tags(tags)
@@ -382,7 +575,7 @@ class FakeLLM:
         given = bind("tensorrt_llm.AsyncLLM.collective_rpc", self.version, args, kwargs)
         method = given["method"]
         if method == "update_weights":
-            if "model" in self.released:
+            if self.released & {"model", "model_weights"}:
                 raise RuntimeError("weights are updated while their memory is released")
             self._model = None
             self.calls.append("update" if given["args"] != (None,) else "end update")
@@ -426,34 +619,43 @@ class FakeLLM:
             assert not unexpected
             assert set(missing) <= {"lm_head.weight"}
             self._model.tie_weights()
-        logits = self._model(torch.tensor([sequence])).logits[0, -1] / (params.temperature or 1.0)
+        raw = self._model(torch.tensor([sequence])).logits[0, -1]
+        logits = raw / (params.temperature or 1.0)
         logprobs = logits.log_softmax(-1)
         logits[params.bad_token_ids or []] = float("-inf")
         if params.greedy:
             token = int(logits.argmax())
-            return token, float(logprobs[token])
-        if params.top_k:
-            logits[logits < logits.topk(params.top_k).values[-1]] = float("-inf")
-        probabilities, order = logits.softmax(-1).sort(descending=True)
-        probabilities[probabilities.cumsum(0) - probabilities >= (params.top_p or 1.0)] = 0
-        token = int(order[torch.multinomial(probabilities, 1, generator=generator)])
+            probabilities = torch.zeros_like(logits)
+            probabilities[token] = 1
+        else:
+            if params.top_k:
+                logits[logits < logits.topk(params.top_k).values[-1]] = float("-inf")
+            kept, order = logits.softmax(-1).sort(descending=True)
+            kept[kept.cumsum(0) - kept >= (params.top_p or 1.0)] = 0
+            token = int(order[torch.multinomial(kept, 1, generator=generator)])
+            probabilities = torch.zeros_like(logits).scatter(0, order, kept / kept.sum())
+
+        mode = getattr(params, "logprobs_mode", None)
+        if mode is LogprobMode.RAW:
+            logprobs = raw.log_softmax(-1)
+        elif mode is LogprobMode.PROCESSED:
+            logprobs = probabilities.log()
         return token, float(logprobs[token])
 
 
 def memory_types(version: str) -> type[enum.Enum]:
-    tags = (*contract.MEMORY_TAGS, *(contract.WEIGHT_TAGS_SINCE_1_3 if version != "1.2" else ()))
-    return enum.Enum(
-        "ExecutorMemoryType", {tag.upper(): tag for tag in (*tags, "_no_capture_init_kv_cache")}
-    )
+    members = contract.MEMORY_TYPES if version == "1.2" else contract.MEMORY_TYPES_SINCE_1_3
+    return enum.Enum("ExecutorMemoryType", members)
 
 
-def modules(version: str) -> dict[str, types.ModuleType]:
+def modules(version: str, update_state: str) -> dict[str, types.ModuleType]:
     """Return a release's modules by name, with the symbols of the contract."""
-    names = ("tensorrt_llm", "llmapi", "llmapi.llm_args", "llmapi.rlhf_utils", "_torch")
-    names = (*names, "_torch.pyexecutor", "_torch.pyexecutor.py_executor")
-    names = (*names, "executor", "executor.result", "executor.ray_gpu_worker")
+    ray_workers = "executor.ray.gpu_worker" if version == "1.4" else "executor.ray_gpu_worker"
+    names = ["tensorrt_llm", "llmapi", "llmapi.llm_args", "llmapi.rlhf_utils", "_torch"]
+    names += ["_torch.pyexecutor", "_torch.pyexecutor.py_executor"]
+    names += ["executor", "executor.result", "executor.ray", ray_workers, "sampling_params"]
     if version == "1.2":
-        names = (*names, "_torch.virtual_memory")
+        names.append("_torch.virtual_memory")
     made = {}
     for name in names:
         full = name if name == "tensorrt_llm" else f"tensorrt_llm.{name}"
@@ -461,28 +663,41 @@ def modules(version: str) -> dict[str, types.ModuleType]:
         made[full].__spec__ = importlib.machinery.ModuleSpec(full, None, is_package=True)
         made[full].__path__ = []
     package, arguments = made["tensorrt_llm"], made["tensorrt_llm.llmapi.llm_args"]
-    llm = type("AsyncLLM", (FakeLLM,), {"version": version, "honors_seeds": version != "1.2"})
-    package.__version__, package.AsyncLLM = RELEASES[version], llm
+    state = {"version": version, "update_state": update_state, "honors_seeds": version != "1.2"}
+    package.__version__, package.AsyncLLM = RELEASES[version], type("AsyncLLM", (FakeLLM,), state)
     package.SamplingParams = sampling_params_of(version)
-    for path in ("tensorrt_llm.llmapi.KvCacheConfig", "tensorrt_llm.llmapi.CudaGraphConfig"):
-        setattr(made["tensorrt_llm.llmapi"], path.rpartition(".")[2], model_of(path, version))
+    for symbol in contract.SYMBOLS:
+        module, _, name = symbol.path.rpartition(".")
+        if module == "tensorrt_llm.llmapi" and version in symbol.versions:
+            setattr(made[module], name, model_of(symbol.path, version))
     arguments.TorchLlmArgs = model_of("tensorrt_llm.AsyncLLM", version)
     if version == "1.2":
         made["tensorrt_llm._torch.virtual_memory"].ExecutorMemoryType = memory_types(version)
     else:
         arguments.ExecutorMemoryType = memory_types(version)
-        arguments.SleepConfig = model_of("tensorrt_llm.llmapi.llm_args.SleepConfig", version)
+        arguments.SleepConfig = sleep_config_of(version)
+        made["tensorrt_llm.sampling_params"].LogprobMode = LogprobMode
     made["tensorrt_llm.llmapi"].RequestOutput = Output
     made["tensorrt_llm.executor.result"].CompletionOutput = Completion
-    made["tensorrt_llm.executor.ray_gpu_worker"].RayWorkerWrapper = Worker
+    made[f"tensorrt_llm.{ray_workers}"].RayWorkerWrapper = Worker
     made["tensorrt_llm._torch.pyexecutor.py_executor"].PyExecutor = Executor
-    made["tensorrt_llm.llmapi.rlhf_utils"].WorkerExtension = WorkerExtension
+    extension = extension_of(contract.WEIGHT_UPDATES[update_state])
+    made["tensorrt_llm.llmapi.rlhf_utils"].WorkerExtension = extension
     return made
 
 
 @contextlib.contextmanager
-def installed(version: str = "1.3") -> Iterator[list[FakeLLM]]:
-    """Make the fake importable as tensorrt_llm; yield the list of FakeLLM instances."""
+def installed(
+    version: str = contract.VERSIONS[-1], update_state: str = ""
+) -> Iterator[list[FakeLLM]]:
+    """Make the fake importable as tensorrt_llm; yield the list of FakeLLM instances.
+
+    Meanwhile, tensors are shared without CUDA IPC, by `share_tensor`.
+
+    Args:
+        version: Release.
+        update_state: Key of `contract.WEIGHT_UPDATES`; by default the release's own.
+    """
     worker = "aligner.engines.tensorrt_llm.worker"
     before = {
         name: sys.modules.pop(name)
@@ -490,10 +705,12 @@ def installed(version: str = "1.3") -> Iterator[list[FakeLLM]]:
         if name.split(".")[0] == "tensorrt_llm"
     }
     sys.modules.pop(worker, None)
-    sys.modules.update(modules(version))
+    sys.modules.update(modules(version, update_state or version))
     FakeLLM.made.clear()
+    engine = "aligner.engines.tensorrt_llm.tensorrt_llm_engine.reduce_tensor"
     try:
-        yield FakeLLM.made
+        with mock.patch(engine, share_tensor):
+            yield FakeLLM.made
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]:
             del sys.modules[name]

@@ -129,13 +129,13 @@ def load_where_one_rank_fails(directory: Any, tensor: int) -> str:
 
 
 def publish_to_a_broken_worker(
-    directory: Any, trainer: dict[str, Any], tensor: int
+    directory: Any, trainer: dict[str, Any], tensor: int, version: str, state: str
 ) -> dict[str, Any]:
     """Run a weight sync that fails on one worker, and then a successful one; return the errors and
     versions."""
     actor = jobs.policy(str(directory), trainer)
     shape, outcome = engines.shape_of(directory), {}
-    with installed():
+    with installed(version, state):
         engine = _engine(directory, EngineParallelConfig(tensor=tensor, data=1))
         _publisher(actor, engine, shape).publish(1)
         for llm in FakeLLM.made:

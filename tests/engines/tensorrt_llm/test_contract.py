@@ -17,9 +17,9 @@ import torch
 from aligner.engines.tensorrt_llm import llm_arguments
 from tests.engines import engines
 from tests.engines.tensorrt_llm import contract
-from tests.engines.tensorrt_llm.fake import installed
+from tests.engines.tensorrt_llm.fake import installed, share_tensor, sleep_config_of
 
-_ARGUMENTS = {"backend": "pytorch", "load_format": "dummy", "max_seq_len": 48}
+_ARGUMENTS = {"load_format": "dummy", "max_seq_len": 48}
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +43,8 @@ def run_fake(directory: Path, work, **more):
 
 
 def handles(directory: Path, uuid: str = "CPU-0") -> dict[str, str]:
-    from torch.multiprocessing.reductions import reduce_tensor
-
     entries = [
-        (name, reduce_tensor(tensor)) for name, tensor in engines.file_tensors(directory).items()
+        (name, share_tensor(tensor)) for name, tensor in engines.file_tensors(directory).items()
     ]
     return {uuid: b64encode(pickle.dumps(entries)).decode()}
 
@@ -99,7 +97,9 @@ async def _unknown_keyword(package, llm, directory):
 def test_fake_refuses_misuse(directory, misuse, message):
     with pytest.raises((RuntimeError, ValueError), match=message):
         run_fake(
-            directory, lambda package, llm: misuse(package, llm, directory), sleep_config=object()
+            directory,
+            lambda package, llm: misuse(package, llm, directory),
+            sleep_config=sleep_config_of("1.4")(),
         )
 
 
@@ -116,7 +116,10 @@ def test_fake_refuses_invalid_sampling_params(arguments):
         import_module("tensorrt_llm").SamplingParams(**arguments)
 
 
-@pytest.mark.parametrize(("release", "unknown"), [("1.2", "sleep_config"), ("1.3", "enable_sleep")])
+@pytest.mark.parametrize(
+    ("release", "unknown"),
+    [("1.2", "sleep_config"), ("1.3", "enable_sleep"), ("1.4", "sampler_type")],
+)
 def test_fake_refuses_keyword_of_other_release(directory, release, unknown):
     with (
         installed(release),
@@ -130,10 +133,10 @@ def test_detection_finds_keywords_and_tags_of_release(release):
     with installed(release):
         accepted = llm_arguments.get_llm_keywords()
         assert accepted >= set(contract.symbol("tensorrt_llm.AsyncLLM").keywords(release))
-        assert ("sleep_config" in accepted) == (release == "1.3")
+        assert ("sleep_config" in accepted) == (release != "1.2")
         model, cache = llm_arguments.get_memory_tags()
         assert cache == ("kv_cache",)
-        assert ("model_weights" in model) == (release == "1.3")
+        assert ("model_weights" in model) == (release != "1.2")
         assert not any(tag.startswith("_") for tag in model)
 
 
@@ -142,14 +145,18 @@ def drift(entry: contract.Symbol, release: str) -> list[str]:
     found = llm_arguments.find_object(entry.path)
     if found is None:
         return [f"there is no {entry.path}"]
+    if entry.members is not None:
+        values = {member.name: member.value for member in found}
+        return [
+            f"{entry.path}.{name} is {values.get(name)!r}, not {value!r}"
+            for name, value in entry.members.items()
+            if values.get(name) != value
+        ]
     if not entry.parameters:
         return []
     accepted = llm_arguments.get_keywords(
         found, llm_arguments.find_object(entry.fields) if entry.fields else None
     )
-    if entry.fields:
-        # `backend` is a keyword in addition to the fields.
-        accepted = {**accepted, "backend": contract.UNCOMPARED}
     problems = []
     for name, parameter in entry.keywords(release).items():
         if name not in accepted:
@@ -173,7 +180,7 @@ def test_fake_has_every_contract_symbol(release):
             problem
             for entry in entries
             for problem in drift(entry, release)
-            if "there is no" in problem
+            if "there is no" in problem or entry.members
         ] == []
 
 
@@ -189,15 +196,19 @@ def test_contract_drift_is_reported():
         ),
     )
     with installed():
-        assert drift(contract.symbol(path), "1.3") == []
-        assert drift(contract.symbol("tensorrt_llm.AsyncLLM"), "1.3") == []
-        assert drift(changed, "1.3") == [
+        assert drift(contract.symbol(path), "1.4") == []
+        assert drift(contract.symbol("tensorrt_llm.AsyncLLM"), "1.4") == []
+        assert drift(changed, "1.4") == [
             f"{path}: max_tokens is None by default, not 7",
             f"{path}: enable_block_reuse has become optional",
             f"{path} has no blocks",
         ]
         gone = dataclasses.replace(changed, path="tensorrt_llm.llmapi.Cache")
-        assert drift(gone, "1.3") == ["there is no tensorrt_llm.llmapi.Cache"]
+        assert drift(gone, "1.4") == ["there is no tensorrt_llm.llmapi.Cache"]
+        modes = contract.symbol("tensorrt_llm.sampling_params.LogprobMode")
+        other = dataclasses.replace(modes, members={"RAW": "raw", "EXACT": "exact"})
+        assert drift(modes, "1.4") == []
+        assert drift(other, "1.4") == [f"{modes.path}.EXACT is None, not 'exact'"]
 
 
 @pytest.mark.skipif(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engines import engines
-from tests.engines.tensorrt_llm import jobs
+from tests.engines.tensorrt_llm import contract, jobs
 from tests.rounds import slow
 
 
@@ -69,8 +69,12 @@ def test_failed_weight_collection_names_rank_on_all_ranks(pool, directory):
     assert time.monotonic() - begin < 25
 
 
-def test_failed_worker_fails_update_on_all_ranks(pool, directory):
-    outcomes = pool.run(jobs.publish_to_a_broken_worker, 2, directory, {"tensor": 2}, 2)
+@pytest.mark.parametrize("state", contract.WEIGHT_UPDATES)
+def test_failed_worker_fails_update_on_all_ranks(pool, directory, state):
+    version = state if state in contract.VERSIONS else "1.4"
+    outcomes = pool.run(
+        jobs.publish_to_a_broken_worker, 2, directory, {"tensor": 2}, 2, version, state
+    )
     for outcome in outcomes:
         assert "RuntimeError: out of memory" in outcome["publish"]
         assert outcome["version"] is None

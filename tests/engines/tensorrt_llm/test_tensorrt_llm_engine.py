@@ -30,6 +30,7 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.schema import EngineConfig, TensorRTLLMConfig
 from tests.engines import engines
 from tests.engines.engines import generate, greedy, prompts, publish, requests, response, write
+from tests.engines.tensorrt_llm import contract
 from tests.engines.tensorrt_llm.fake import FakeLLM, installed
 
 GREEDY = SamplingOptions(6, greedy=True)
@@ -46,7 +47,7 @@ def wanted(directory) -> list[list[int]]:
     return [greedy(model, prompt.tokens, 6) for prompt in prompts()]
 
 
-@pytest.fixture(params=["1.2", "1.3"])
+@pytest.fixture(params=contract.VERSIONS)
 def release(request) -> Iterator[str]:
     with installed(request.param):
         yield request.param
@@ -94,8 +95,10 @@ def test_llm_arguments_match_release(release, directory, wanted):
     engine, llm = start(directory, settings, max_sequence_length=40)
     given = llm.arguments
     assert ("enable_sleep" in given) == (release == "1.2")
-    assert ("sleep_config" in given) == (release == "1.3")
+    assert ("sleep_config" in given) == (release != "1.2")
     assert given["enable_sleep" if release == "1.2" else "sleep_config"]
+    # The other samplers of release 1.3 are deprecated, and 1.4 refuses the keyword.
+    assert given.get("sampler_type") == ("TRTLLMSampler" if release == "1.2" else None)
     assert (given["load_format"], given["tensor_parallel_size"], given["dtype"]) == (
         "dummy",
         1,
@@ -145,6 +148,96 @@ def test_unsupported_argument_is_omitted_or_reported():
         )
     with pytest.raises(AlignerError, match=r"set engine\.sleep=false"):
         llm_arguments.build_sleep_arguments({"model"})
+
+
+def test_sleeping_engine_keeps_no_copy_of_weights(release, directory):
+    engine, llm = start(directory)
+    publish(engine, directory, 0)
+    engine.sleep()
+    weights = {"model"} if release == "1.2" else {"model_weights"}
+    assert weights <= llm.released
+    # Release 1.2 cannot discard them.
+    assert (weights <= llm.backed_up) == (release == "1.2")
+    assert "model_extra" in llm.backed_up
+    assert "kv_cache" not in llm.backed_up
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("state", contract.WEIGHT_UPDATES)
+@pytest.mark.parametrize("failure", ["bucket", "end"])
+def test_retry_after_failed_update_succeeds(directory, wanted, state, failure):
+    version = state if state in contract.VERSIONS else "1.4"
+    with installed(version, state):
+        engine, llm = start(directory)
+        publish(engine, directory, 0)
+        if failure == "bucket":
+            llm.broken_worker = 0
+        else:
+            llm.worker_broken_at_end = 0
+        update = engine.begin_update(1)
+        with pytest.raises(AlignerError, match="RuntimeError: out of memory"):
+            write(engine, update, directory)
+            update.commit()
+        update.abort()
+        llm.broken_worker = llm.worker_broken_at_end = None
+        publish(engine, directory, 2)
+        assert texts(engine) == wanted
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("state", contract.WEIGHT_UPDATES)
+def test_update_after_aborted_one_loads_all_weights(directory, wanted, state):
+    version = state if state in contract.VERSIONS else "1.4"
+    with installed(version, state):
+        engine, llm = start(directory)
+        update = engine.begin_update(0)
+        write(engine, update, directory)
+        assert llm.updating
+        update.abort()
+        publish(engine, directory, 1)
+        assert texts(engine) == wanted
+        engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        (SamplingOptions(2), "raw"),
+        (SamplingOptions(2, top_p=0.5), "raw"),
+        (SamplingOptions(2, temperature=0.7), "processed"),
+        (SamplingOptions(2, temperature=0.7, greedy=True), "raw"),
+    ],
+    ids=["temperature 1", "top_p", "temperature", "greedy"],
+)
+def test_logprobs_mode_depends_on_temperature(release, directory, monkeypatch, options, mode):
+    engine, llm = start(directory)
+    publish(engine, directory, 0)
+    modes, draw = set(), llm.draw
+
+    def record(sequence, params, generator):
+        modes.add(getattr(params, "logprobs_mode", None))
+        return draw(sequence, params, generator)
+
+    monkeypatch.setattr(llm, "draw", record)
+    generate(engine, requests(), options)
+    (found,) = modes
+    assert (found and found.value) == (None if release == "1.2" else mode)
+    engine.shutdown()
+
+
+@pytest.mark.usefixtures("newest")
+def test_logprobs_at_temperature_equal_full_distribution(directory):
+    engine, _ = start(directory)
+    publish(engine, directory, 0)
+    model = engines.reference_model(directory)
+    for sample in generate(engine, requests(2), SamplingOptions(8, temperature=0.7)):
+        torch.testing.assert_close(
+            sample.engine_logprobs,
+            engines.whole_logprobs(model, sample, 0.7),
+            atol=1e-4,
+            rtol=0,
+        )
+    engine.shutdown()
 
 
 def test_missing_package_error_names_docs(directory, monkeypatch):
