@@ -137,7 +137,7 @@ _RAY_WORKERS = ("executor/ray_gpu_worker.py", "executor/ray/gpu_worker.py")
 _WORKERS = {
     "1.2": _read("1.2.0rc", *_RAY_WORKERS),
     "1.3": _read("main 1f064c4", *_RAY_WORKERS),
-    "1.4": _read("main a3dfe26", *_RAY_WORKERS),
+    "1.4": _read("main a3dfe26", *reversed(_RAY_WORKERS)),
 }
 _EXECUTORS = {
     version: _read(source.release, "_torch/pyexecutor/py_executor.py")
