@@ -273,7 +273,7 @@ def compare_symbol(
     files = _list_files(symbol.sources, release)
     module, class_name, attribute = _split_path(symbol.path)
     if not any(tree.parse(file) for file in files):
-        differences.not_compared.append(f"{symbol.path}: {' and '.join(files)} do not exist")
+        differences.not_compared.append(f"{symbol.path}: there is no {' or '.join(files)}")
         return
 
     differences.compared += 1

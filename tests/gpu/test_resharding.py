@@ -3,11 +3,9 @@ process."""
 
 from __future__ import annotations
 
-import base64
 import functools
 import multiprocessing
 import os
-import pickle
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,6 +26,8 @@ from aligner.engines.vllm.program.weight_memory import (
 )
 from aligner.resharding.publisher import Snapshots, on_stream
 from aligner.resharding.transport import Link
+from tests.engines.tensorrt_llm import contract
+from tests.engines.tensorrt_llm.fake import load_handles
 from tests.gpu.conftest import needs_cuda
 
 pytestmark = needs_cuda
@@ -68,8 +68,9 @@ def test_snapshots_keep_their_version_during_training():
 
 
 def overwrite(pipe: Connection, text: str) -> None:
-    """Open tensors by IPC handle, and double their values in place."""
-    for _, (function, arguments) in pickle.loads(base64.b64decode(text)):
+    """Open tensors by IPC handle as a TensorRT-LLM worker does, and double their values in
+    place."""
+    for _, (function, arguments) in load_handles(text, contract.VERSIONS[-1]):
         function(*arguments).mul_(2)
     torch.cuda.synchronize()
     pipe.send(None)
