@@ -27,7 +27,7 @@ class AlignerWorker(WorkerExtension):
         Must be called on all workers after a failure on any of them. Only Python attributes change,
         so the call also works after an error of CUDA.
         """
-        # Some states of TensorRT-LLM in 2026 require a call of their own.
+        # Some states of TensorRT-LLM have a method for this, and require the call.
         abort = getattr(super(), "abort_update_weights", None)
         if abort is not None:
             abort("the weight update was not finished")
