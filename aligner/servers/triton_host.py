@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,22 +72,23 @@ _USABLE_PATH = re.compile(r"[\w./+@-]+", re.ASCII)
 # In characters. Unix sockets are created below the workspace, and the path of a socket may have
 # 107.
 _MAX_PATH_LENGTH = 60
-_FALLBACK_DIRECTORY = Path("/tmp")
+_FALLBACK_DIRECTORY = "/tmp"
 
 
 def create_workspace() -> Any:
     """Create the directory in which PyTriton sets up a Triton server.
 
-    Only this user can read the directory. It is in PyTriton's own directory (below HOME, or
-    PYTRITON_HOME if set), or in /tmp if Triton cannot use the path of that directory.
+    Only this user can read the directory. It is below PYTRITON_HOME if the user has set this
+    variable, and otherwise a temporary directory, or in /tmp if Triton cannot use that path.
+    PyTriton's own default, a directory below HOME, is read-only in many containers, and network
+    file systems may have no Unix sockets.
     """
-    from pytriton.constants import PYTRITON_HOME
     from pytriton.utils.workspace import Workspace
 
-    home = str(PYTRITON_HOME)
-    if _USABLE_PATH.fullmatch(home) and len(home) <= _MAX_PATH_LENGTH:
-        return Workspace()
-    workspace = Workspace(_FALLBACK_DIRECTORY / f"aligner-triton-{secrets.token_hex(8)}")
+    home = os.environ.get("PYTRITON_HOME") or tempfile.gettempdir()
+    if not _USABLE_PATH.fullmatch(home) or len(home) > _MAX_PATH_LENGTH:
+        home = _FALLBACK_DIRECTORY
+    workspace = Workspace(Path(home) / f"aligner-triton-{secrets.token_hex(8)}")
     workspace.path.chmod(0o700)
     return workspace
 
