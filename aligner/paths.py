@@ -285,3 +285,27 @@ def get_cache_directory() -> Path:
     # An empty variable counts as unset (XDG Base Directory Specification).
     user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(configured) if configured else Path(user_cache) / "aligner"
+
+
+def redirect_library_caches() -> None:
+    """Let libraries write their caches below aligner's cache if the home directory is read-only.
+
+    Containers often have a read-only root. The function sets environment variables, before the
+    libraries are imported; variables that the user has set are unchanged. It does nothing without
+    $ALIGNER_CACHE, because aligner's cache is then in the home directory, too.
+    """
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111 - Path.home() raises without a home
+    if os.access(home, os.W_OK) or not os.environ.get("ALIGNER_CACHE"):
+        return
+    directory = get_cache_directory() / "libraries"
+    variables = {
+        "XDG_CACHE_HOME": directory,  # vLLM, wandb, torch extensions
+        "TRITON_CACHE_DIR": directory / "triton",
+        "FLASHINFER_WORKSPACE_BASE": directory,
+    }
+    # Models that are already in the cache of Hugging Face are still found.
+    hub = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "huggingface"
+    if hub.is_dir():
+        variables["HF_HOME"] = hub
+    for name, path in variables.items():
+        os.environ.setdefault(name, str(path.absolute()))

@@ -21,6 +21,7 @@ from aligner.launcher.exhausted_resources import exhausted_resources, full_share
 from aligner.launcher.rank_heartbeat import start_heartbeat
 from aligner.masking import mask_secrets
 from aligner.observability.logs import ERROR_PREFIX, log_failure
+from aligner.paths import redirect_library_caches
 from aligner.terminal import TerminalFormatter, escape_controls, print_text
 
 
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         arguments: Arguments after `aligner`; None uses the arguments of this process.
     """
     start_heartbeat()
+    redirect_library_caches()
     parsed = parse_arguments(arguments)
     error_at_end = None
     # Commands print the warnings of all modules with this handler. Ranks have their own.

@@ -14,6 +14,8 @@ tokens of a response are allowed as follows:
   tokens are allowed.
 """
 
+import contextlib
+import importlib.metadata
 import json
 import re
 import threading
@@ -24,13 +26,16 @@ from typing import Any
 import llguidance
 import numpy as np
 
-VERSION: str = llguidance.get_version()
+VERSION = importlib.metadata.version("llguidance")
 """Version of llguidance; equal versions compute equal masks."""
 # Where only one text is possible, llguidance would allow only one tokenization of it. All of them
 # are allowed instead, so that a mask depends on the bytes of tokens only.
 _PREAMBLE = '%llguidance {"no_forcing": true}\n'
-# Errors describe the problem only, not the state of the parser.
-_LIMITS = llguidance.LLParserLimits(verbose_errors=False)
+_LIMITS = llguidance.LLParserLimits()
+# Errors describe the problem only, not the state of the parser. Releases before 1.3, such as the
+# one in TensorRT-LLM's images, have no such option.
+with contextlib.suppress(TypeError):
+    _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 # Number of compiled grammars that a vocabulary keeps.
 _MAX_COMPILED = 256
 

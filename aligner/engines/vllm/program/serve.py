@@ -14,6 +14,7 @@ started.
 import asyncio
 import contextlib
 import dataclasses
+import importlib.metadata
 import itertools
 import json
 import os
@@ -352,11 +353,9 @@ def _convert_settings(settings: dict[str, Any], arguments_class: Any) -> dict[st
 def _get_llguidance_version() -> str | None:
     """Return the version of llguidance; None if it is not installed."""
     try:
-        import llguidance
-    except ImportError:
+        return importlib.metadata.version("llguidance")
+    except importlib.metadata.PackageNotFoundError:
         return None
-    version: str = llguidance.get_version()
-    return version
 
 
 async def _read_orders(orders: asyncio.StreamReader, server: Server) -> None:
