@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -21,6 +22,7 @@ from aligner.config.compose import (
 from aligner.config.prerequisites import RunPlan, plan_run
 from aligner.config.sweeps import SWEEP_KEYS, expand_sweep
 from aligner.errors import FINISHED, ConfigError, get_exit_code
+from aligner.gpu_libraries import find_library_notes
 from aligner.launcher.forks import ForkServer
 from aligner.launcher.job_submission import render_preview, submit
 from aligner.launcher.job_supervisor import supervise as supervise_job
@@ -46,7 +48,7 @@ from aligner.placement.placement_table import (
     find_layer_notes,
     find_stage_notes,
 )
-from aligner.placement.roles import describe_model, has_gpu
+from aligner.placement.roles import GPU_COUNT_VARIABLE, describe_model, has_gpu
 from aligner.rewards.input_checks import check_inputs
 from aligner.schema import Config
 from aligner.schema.evaluation_suites import get_active_suites
@@ -209,6 +211,10 @@ def validate(parsed: argparse.Namespace) -> None:
     results = plan.get_result_shapes()
     absent = _absent_inputs(plan)
     shape = plan.check(absent)
+    # The libraries of a machine whose GPUs are only assumed, or of a job, cannot be checked here.
+    is_local = plan.config.cluster.kind == "local"
+    has_real_gpu = has_gpu() and not os.environ.get(GPU_COUNT_VARIABLE)
+    library_notes = find_library_notes(on_gpus=has_real_gpu) if is_local else []
     for line in check_inputs(plan.config, {**absent, **results}):
         print_note(line)
     for prerequisite in plan.prerequisites:
@@ -234,6 +240,7 @@ def validate(parsed: argparse.Namespace) -> None:
         *_end_token_lines(plan.config, shape),
         *find_stage_notes(plan.config, shape, expected),
         *find_layer_notes(plan.config),
+        *library_notes,
         *stored_model_notes(plan.config, expected),
     ):
         print_text(line)

@@ -17,6 +17,7 @@ from aligner.doctor.resources import (
 from aligner.doctor.software import (
     check_compiler,
     check_containers,
+    check_gpu_libraries,
     check_packages,
     check_python,
     check_sandbox,
@@ -45,6 +46,7 @@ def list_checks(runs: Path) -> tuple[Check, ...]:
         check_processors_and_memory,
         check_gpus,
         check_nccl,
+        check_gpu_libraries,
         check_compiler,
         check_shared_memory,
         check_limits,

@@ -18,6 +18,7 @@ from aligner.agents.sandboxes.sandbox_limits import describe_missing_groups, lis
 from aligner.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
 from aligner.errors import ConfigError
 from aligner.extras import describe_missing_modules, describe_numpy_conflict
+from aligner.gpu_libraries import find_broken_libraries
 from aligner.placement.roles import has_gpu
 from aligner.schema import VLLMConfig
 from aligner.schema.environment import PythonToolConfig
@@ -140,6 +141,20 @@ def _find_missing_libraries(program: Path) -> list[str]:
     output = _run_command("ldd", str(program))
     lines = [] if output is None else output.splitlines()
     return [line.split()[0] for line in lines if line.rstrip().endswith("not found")]
+
+
+def check_gpu_libraries() -> Iterator[Finding]:
+    """Check that the installed GPU libraries of megatron-core can be imported."""
+    level, consequence = NOTE, "runs on CPUs do not use it"
+    if has_gpu():
+        level, consequence = ERROR, "the trainer and servers with models would not start"
+    for library, reason in find_broken_libraries().items():
+        yield Finding(
+            library,
+            level,
+            f"is installed, but cannot be imported: {reason}; {consequence}",
+            f"correct the installation, or pip uninstall {library}",
+        )
 
 
 def check_compiler() -> Iterator[Finding]:

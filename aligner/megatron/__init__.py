@@ -1,7 +1,8 @@
 """megatron-core models of the roles: construction, training, log-probs and checkpoints.
 
 This is the only package that imports megatron.core. The package's initialization imports
-megatron.core without the optional dependencies that aligner does not use.
+megatron.core without the optional dependencies that aligner does not use, and without GPU
+libraries that cannot be imported.
 """
 
 import contextlib
@@ -11,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 
 import torch
+
+from aligner.gpu_libraries import build_import_error, hide_library, import_libraries
 
 # megatron-core warns at import, and in every model that it builds, about each optional GPU library
 # that is not installed. It falls back to torch, which is intended on a CPU, and the warnings would
@@ -72,6 +75,15 @@ _UNUSED_ON_CPUS = {
     "torch.distributed.tensor": None,
     "torch.utils.tensorboard": None,
 }
+
+BROKEN_LIBRARIES = import_libraries()
+"""Reason for each GPU library that is installed but cannot be imported. On GPUs there is none."""
+if BROKEN_LIBRARIES and torch.cuda.is_available():
+    # Without the library, megatron-core would work, but much more slowly.
+    raise build_import_error(BROKEN_LIBRARIES)
+# Otherwise, imports in megatron-core would raise errors that it does not expect.
+for _library in BROKEN_LIBRARIES:
+    hide_library(_library)
 
 if torch.cuda.is_available():
     with _replaced_modules(_UNUSED_EVERYWHERE):

@@ -1,5 +1,6 @@
 """The ranks of a role: process groups, coordinates in the parallel layout, and collectives."""
 
+import logging
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,9 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.errors import AlignerError
+from aligner.gpu_libraries import describe_broken_library
+from aligner.megatron import BROKEN_LIBRARIES
 from aligner.models.weight_slices import Coordinates, compute_coordinates
 from aligner.resharding.verify import world_store
 from aligner.schema import ParallelConfig
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,11 @@ def initialize(layout: ParallelConfig, seed: int, timeout_s: float) -> World:
     cpu_backend.install()
     device = join(layout.ranks, timeout_s)
     rank = dist.get_rank()
+    if rank == 0:
+        for library, reason in BROKEN_LIBRARIES.items():
+            _log.warning(
+                "%s; the run does not use it on CPUs", describe_broken_library(library, reason)
+            )
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
