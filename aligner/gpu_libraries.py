@@ -65,9 +65,7 @@ def find_broken_libraries() -> dict[str, str]:
     Returns:
         See `import_libraries`; without installed libraries, no process is started.
     """
-    installed = [
-        library for library, (root, *_) in _MODULES.items() if find_spec(root) is not None
-    ]
+    installed = [library for library, (root, *_) in _MODULES.items() if find_spec(root) is not None]
     if not installed:
         return {}
     result = subprocess.run(

@@ -1,63 +1,104 @@
-"""Check that an image contains the packages that its roles import, at compatible versions.
+"""Check that an image contains what its roles import, at versions that aligner accepts.
 
     check_image.py trainer|server [HELD] [--no-gpu]
 
 The build of each image ends with this check, so an unsuitable base image fails at build time and
-not on the cluster. HELD is the constraints file that `pins.py` wrote; the check fails if a build
-step replaced one of the packages in it. With `--no-gpu`, packages that only the GPU image contains
-are not required.
+not on the cluster. The check compares each requirement of aligner and of megatron-core with the
+installed version, and imports what a run imports. HELD is the constraints file that `pins.py`
+wrote; the check fails if a build step replaced one of the packages in it. With `--no-gpu`, packages
+that only the GPU image contains are not required.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pins import installed, pinned
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion
+from pins import canonical, installed, pinned
 
 # TensorRT-LLM, transformer-engine and apex load the GPU driver when they are imported. An image
 # build has no driver, so these packages are located without an import.
 GPU_PACKAGES = ("tensorrt_llm", "transformer_engine", "apex", "ray")
 GPU_VERSIONS = {"tensorrt-llm": "1.2."}
-VERSIONS = {"megatron-core": "0.16.", "numpy": "1.", "hydra-core": "1.3."}
-"""Required version prefix of each package. nvidia-pytriton requires numpy below 2; all roles use
-the same bound."""
+"""Required version prefix of packages that are not requirements of aligner."""
+GPU_EXTRAS = ("tensorrt_llm",)
+EXTRAS = {
+    "trainer": ("sentiment", "verify", "wandb", "mlflow", "view", *GPU_EXTRAS),
+    "server": ("sentiment", "verify", "wandb", "mlflow", "view", *GPU_EXTRAS, "server"),
+}
+"""Extras of aligner in each image."""
+ROLES = {
+    "trainer": ("prepare", "trainer"),
+    "server": ("prepare", "trainer", "generator", "critic", "reward", "teacher"),
+}
+"""Roles of a run whose modules each image imports."""
 EVERYWHERE = (
-    *(
-        "torch",
-        "hydra",
-        "safetensors",
-        "tokenizers",
-        "jinja2",
-        "tritonclient.grpc",
-        "rich",
-        "tensorboard",
-        "psutil",
-        "xxhash",
-    ),
-    *(
-        "vaderSentiment",
-        "math_verify",
-        "wandb",
-        "mlflow.tracking",
-        "duckdb",
-        "aligner.cli",
-        "aligner.config.compose",
-        "aligner_examples.arithmetic",
-    ),
+    *("aligner.cli", "aligner.launcher.local", "aligner.observability.sinks"),
+    "aligner_examples.arithmetic",
+    # Modules that a run or a command imports only when it uses them.
+    *("tritonclient.grpc", "rich", "pyarrow.parquet", "huggingface_hub", "llguidance"),
+    *("tensorboard.summary.writer.event_file_writer", "tensorboard.compat.proto.event_pb2"),
+    *("vaderSentiment", "math_verify", "wandb", "mlflow.tracking"),
+    *("duckdb", "plotly", "starlette", "uvicorn"),
 )
-OF_TARGET = {"trainer": ("aligner.launcher.local",), "server": ("pytriton.triton",)}
+OF_TARGET = {"trainer": (), "server": ("pytriton.triton", "aiohttp")}
+
+
+def find_violations(
+    distribution: str, extras: Sequence[str], has: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield a message for each requirement of a distribution that is not met.
+
+    Pre-releases, such as the builds of torch in NVIDIA's images, are accepted if they are within
+    the bounds.
+
+    Args:
+        distribution: Name of an installed distribution.
+        extras: Extras whose requirements must be met, too.
+        has: Installed versions by normalized name.
+    """
+    for line in importlib.metadata.requires(distribution) or ():
+        requirement = Requirement(line)
+        marker = requirement.marker
+        if marker and not any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            continue
+        version = has.get(canonical(requirement.name))
+        bounds = str(requirement.specifier) or "any version"
+        if version is None:
+            yield f"{requirement.name} is not installed; {distribution} requires {bounds}"
+            continue
+        try:
+            is_met = requirement.specifier.contains(version, prereleases=True)
+        except InvalidVersion:  # for example a version of Debian, such as 1.7build1
+            is_met = False
+        if not is_met:
+            yield f"{requirement.name} is {version}; {distribution} requires {bounds}"
+
+
+def list_modules(target: str) -> tuple[str, ...]:
+    """Return the modules that the roles and commands of an image import."""
+    from aligner.cli.rank_processes import ROLES as FUNCTIONS
+
+    roles = tuple(FUNCTIONS[role].partition(":")[0] for role in ROLES[target])
+    return (*EVERYWHERE, *roles, *OF_TARGET[target])
 
 
 def problems(target: str, held: Mapping[str, str], *, gpu: bool) -> Iterator[str]:
     """Yield one message for each missing or incompatible package."""
     has = installed()
-    for name, beginning in {**VERSIONS, **(GPU_VERSIONS if gpu else {})}.items():
+    extras = [extra for extra in EXTRAS[target] if gpu or extra not in GPU_EXTRAS]
+    # The build installs aligner and megatron-core without pip's check of their requirements.
+    yield from dict.fromkeys(find_violations("aligner", extras, has))
+    yield from find_violations("megatron-core", (), has)
+    for name, beginning in GPU_VERSIONS.items() if gpu else ():
         version = has.get(name, "not installed")
         if not version.startswith(beginning):
             yield f"{name} is {version}; requires {beginning}*"
@@ -72,7 +113,7 @@ def problems(target: str, held: Mapping[str, str], *, gpu: bool) -> Iterator[str
                 else "use a TensorRT-LLM release image as BASE_IMAGE"
             )
             yield f"{name} is not installed; {remedy}"
-    for name in (*EVERYWHERE, *OF_TARGET[target]):
+    for name in list_modules(target):
         try:
             importlib.import_module(name)
         except Exception as error:  # an incompatible package can raise any exception

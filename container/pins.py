@@ -39,11 +39,12 @@ def canonical(name: str) -> str:
 
 def installed() -> dict[str, str]:
     """Return the version of each distribution in this environment, by normalized name."""
-    return {
-        canonical(found.metadata["Name"]): found.version
-        for found in distributions()
-        if found.metadata["Name"]
-    }
+    versions: dict[str, str] = {}
+    for found in distributions():
+        # The first one on the path is the one that is imported.
+        if found.metadata["Name"]:
+            versions.setdefault(canonical(found.metadata["Name"]), found.version)
+    return versions
 
 
 def pinned(constraints: str) -> dict[str, str]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import tomllib
 from packaging.version import InvalidVersion, Version
 
-from container.check_image import EVERYWHERE
+from container.check_image import EVERYWHERE, EXTRAS
 from container.pins import pinned, plan, wanted
 
 REPOSITORY = Path(__file__).parents[1]
@@ -92,6 +94,8 @@ def test_packages_are_installed_at_pinned_versions() -> None:
 
 def test_image_check_covers_modules_of_all_extras() -> None:
     assert set(EVERYWHERE) >= set(MODULES.values())
+    assert set(EXTRAS["trainer"]) == set(extras("common"))
+    assert set(EXTRAS["server"]) == {*extras("common"), *extras("server")}
 
 
 def test_packages_missing_in_base_image_are_pinned() -> None:
@@ -322,34 +326,106 @@ def test_stages_contain_the_files_that_their_commands_read(tmp_path: Path, targe
     }
 
 
-def check_image(*arguments: str) -> subprocess.CompletedProcess[str]:
+def check_image(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the check; it finds the distributions in the directory `path` first."""
     command = [sys.executable, str(REPOSITORY / "container" / "check_image.py"), *arguments]
+    paths = [str(path), str(REPOSITORY)] if path else [str(REPOSITORY)]
     return subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
+
+
+def install(directory: Path, name: str, version: str, requirements: Sequence[str] = ()) -> None:
+    """Write the metadata of an installed distribution."""
+    metadata = directory / f"{name}-{version}.dist-info"
+    metadata.mkdir(parents=True)
+    lines = [f"Requires-Dist: {line}" for line in requirements]
+    header = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    (metadata / "METADATA").write_text("\n".join([*header, *lines, ""]))
+
+
+def install_aligner(directory: Path) -> None:
+    """Write the metadata of aligner, with the requirements of pyproject.toml."""
+    optional = [
+        f'{line} ; extra == "{extra}"'
+        for extra, lines in PROJECT["optional-dependencies"].items()
+        for line in lines
+    ]
+    install(directory, "aligner", "0.3.0", [*PROJECT["dependencies"], *optional])
 
 
 @pytest.mark.slow
 def test_image_check_passes_in_test_environment(tmp_path: Path) -> None:
+    install_aligner(tmp_path / "packages")
     (tmp_path / "held.txt").write_text("numpy==1.26.4\nnot-installed==1\n")
-    done = check_image("server", str(tmp_path / "held.txt"), "--no-gpu")
+    done = check_image("server", str(tmp_path / "held.txt"), "--no-gpu", path=tmp_path / "packages")
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.slow
+def test_image_check_names_every_violated_requirement(tmp_path: Path) -> None:
+    packages = tmp_path / "packages"
+    install_aligner(packages)
+    # The versions of NVIDIA's images that aligner accepts, and versions that it does not.
+    accepted = {
+        "torch": "2.9.0a0+145a3a7bda.nv25.10",
+        "huggingface_hub": "0.36.0",
+        "llguidance": "0.7.29",
+    }
+    refused = {
+        "pyarrow": "26.0.0",
+        "tensorboard": "2.10.1",
+        "psutil": "1.7build1",
+        "math-verify": "0.1.0",
+        "aiohttp": "3.8.0",
+        "ray": "1.0.0",
+    }
+    for name, version in {**accepted, **refused}.items():
+        install(packages, name, version)
+    done = check_image("server", "--no-gpu", path=packages)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "server image: tensorboard is 2.10.1; aligner requires >=2.16",
+        "server image: psutil is 1.7build1; aligner requires >=5.9",
+        "server image: pyarrow is 26.0.0; aligner requires <26",
+        "server image: aiohttp is 3.8.0; aligner requires >=3.10",
+        "server image: math-verify is 0.1.0; aligner requires >=0.8",
+    ]
+
+
+@pytest.mark.slow
 def test_image_check_reports_all_mismatches(tmp_path: Path) -> None:
+    install_aligner(tmp_path)
     (tmp_path / "held.txt").write_text("Hydra_Core==1.3.0\n")
-    done = check_image("trainer", str(tmp_path / "held.txt"))
+    broken = tmp_path / "xxhash"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise OSError('libc.so.9: not found')\n")
+    done = check_image("trainer", str(tmp_path / "held.txt"), path=tmp_path)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
-    assert re.fullmatch(
-        r"trainer image: hydra-core is 1\.3\.\d+, but HELD pins 1\.3\.0; a build step replaced it",
-        lines[1],
+    assert any(
+        re.fullmatch(
+            r"trainer image: hydra-core is 1\.3\.\d+, but HELD pins 1\.3\.0; a build step"
+            r" replaced it",
+            line,
+        )
+        for line in lines
     ), lines
     assert "trainer image: tensorrt-llm is not installed; requires 1.2.*" in lines
+    assert "trainer image: ray is not installed; aligner requires >=2.40" in lines
     assert (
         "trainer image: transformer_engine is not installed; use a TensorRT-LLM release image as"
         " BASE_IMAGE" in lines
+    )
+    assert (
+        "trainer image: aligner.training.setup cannot be imported: OSError: libc.so.9: not found"
+        in lines
     )
 
 
