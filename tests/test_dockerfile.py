@@ -111,6 +111,24 @@ def test_packages_missing_in_base_image_are_pinned() -> None:
         plan({}, {}, ["torch"])
 
 
+def test_version_of_package_that_is_installed_twice_is_the_imported_one(tmp_path: Path) -> None:
+    for directory, version in (("pip", "84.2.1"), ("system", "66.1.1")):
+        metadata = tmp_path / directory / f"setuptools-{version}.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: setuptools\nVersion: {version}\n"
+        )
+    program = "from container.pins import installed; print(installed()['setuptools'])"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        env={"PYTHONPATH": f"{REPOSITORY}:{tmp_path}/pip:{tmp_path}/system"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "84.2.1\n"
+
+
 @pytest.mark.parametrize(
     "version", ["1.7build1", "2.4.0-1ubuntu4", "0.0.0-unknown", "1.0~rc1", "", "1.0+", "٣.1"]
 )
