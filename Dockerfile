@@ -65,12 +65,13 @@ COPY pyproject.toml constraints.txt ./
 COPY container/pins.py container/
 # The default Linux wheels of torch contain CUDA. With an index of CPU builds, the image is several GB smaller.
 ARG PIP_EXTRA_INDEX_URL
-RUN python3 container/pins.py held.txt requirements.txt server demo sentiment verify wandb mlflow view \
-    && pip install --no-cache-dir --constraint held.txt --requirement requirements.txt
+# Unlike the GPU images, replace packages of the base: torch needs a newer setuptools.
+RUN python3 container/pins.py /dev/null requirements.txt server demo sentiment verify wandb mlflow view \
+    && pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
 COPY --from=wheel /wheels /wheels
 COPY container/check_image.py container/
 RUN pip install --no-cache-dir --no-deps /wheels/*.whl \
-    && python3 container/check_image.py server held.txt --no-gpu
+    && python3 container/check_image.py server constraints.txt --no-gpu
 ENV HOME=/home/aligner USER=aligner LOGNAME=aligner
 USER 10001
 WORKDIR /home/aligner

@@ -344,7 +344,7 @@ def write_machine_bundle(bundle: Path, **variables: str) -> None:
 def test_containers_with_read_only_root_restart_and_stop(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    write_machine_bundle(tmp_path / "bundle", HOME=str(tmp_path))
+    write_machine_bundle(tmp_path / "bundle", HOME="/home/does_not_exist")
     job = submit_run(
         slurm,
         tmp_path / "run",
