@@ -117,7 +117,7 @@ def _find_vllm_cpu_problems(engine: EngineConfig, shape: ModelShape) -> Iterator
         )
     if shape.experts is not None and shape.gate_limit is not None:
         rows = shape.experts.ffn_hidden_size
-        if rows // engine.parallel.tensor % _VLLM_CPU_EXPERT_ROWS:
+        if rows // engine.parallel.expert_tensor_size % _VLLM_CPU_EXPERT_ROWS:
             yield (
                 f"engine.parallel.tensor={engine.parallel.tensor}: vLLM on CPUs requires that each"
                 f" rank's part of the {rows} feed-forward rows of an expert is a multiple of"
@@ -355,6 +355,13 @@ def _find_start_problems(config: Config) -> Iterator[str]:
 
 def find_engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[str]:
     """Yield a line for each reason why the engine cannot run a model on any machine."""
+    layout = engine.parallel
+    if engine.kind in _EXTERNAL_ENGINES and layout.expert not in (1, layout.tensor):
+        yield (
+            f"engine.parallel.expert={layout.expert}: must be 1 or"
+            f" engine.parallel.tensor={layout.tensor} with engine.kind={engine.kind};"
+            f" {_EMBEDDED_ADVICE}"
+        )
     if engine.kind == "vllm":
         if shape.delta_net is not None:
             yield (

@@ -65,14 +65,25 @@ def layout_problems(key: str, layout: ParallelConfig, shape: ModelShape) -> Iter
 def engine_problems(layout: EngineParallelConfig, shape: ModelShape) -> Iterator[str]:
     """Yield a message for each reason why an engine cannot run a model with a layout.
 
-    Unlike in the trainer, tensor parallelism also splits experts.
+    Unlike in the trainer, expert parallelism divides the tensor-parallel ranks.
     """
     yield from tensor_problems("engine.parallel", layout.tensor, shape)
+    key = f"engine.parallel.expert={layout.expert}"
     experts = shape.experts
-    if experts is not None and experts.ffn_hidden_size % layout.tensor:
+    if experts is None:
+        if layout.expert > 1:
+            yield f"{key}: requires a mixture-of-experts model, but the model has no experts"
+        return
+    if layout.tensor % layout.expert:
+        yield f"{key}: must divide engine.parallel.tensor={layout.tensor}"
+        return
+    if experts.count % layout.expert:
+        yield f"{key}: must divide the model's {experts.count} experts"
+    if experts.ffn_hidden_size % layout.expert_tensor_size:
+        divisor = f" / expert={layout.expert}" if layout.expert > 1 else ""
         yield (
-            f"engine.parallel.tensor={layout.tensor}: must divide the {experts.ffn_hidden_size}"
-            " feed-forward rows of each expert"
+            f"engine.parallel.tensor={layout.tensor}{divisor}: must divide the"
+            f" {experts.ffn_hidden_size} feed-forward rows of each expert"
         )
 
 

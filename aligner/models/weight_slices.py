@@ -468,7 +468,7 @@ def compute_trainer_slices(
         for name, stage in (("first", 0), ("last", layout.pipeline - 1))
         if stage == rank_coordinates.pipeline
     }
-    experts = 1 + max((spec.expert for spec in table if spec.expert is not None), default=-1)
+    experts = _count_experts(table)
 
     def holds(spec: TensorSpec) -> bool:
         if spec.layer is None:
@@ -496,7 +496,8 @@ def compute_engine_slices(
 ) -> dict[str, Slice]:
     """Return the slices that a rank of the engine holds, by the name of the weight.
 
-    Tensor parallelism varies fastest, replicas vary slowest.
+    Tensor parallelism varies fastest, replicas vary slowest. Consecutive tensor-parallel ranks
+    split the same experts.
 
     Args:
         table: The model's weight table.
@@ -505,15 +506,25 @@ def compute_engine_slices(
         vocabulary_multiple: The engine pads the vocabulary to a multiple of this number before
             splitting it.
     """
-    return {
-        spec.name: compute_tensor_slice(
-            spec,
-            rank % layout.tensor,
-            layout.tensor,
-            vocabulary_multiple if spec.layer is None else 1,
-        )
-        for spec in table
-    }
+    tensor_rank = rank % layout.tensor
+    expert_rank, expert_tensor_rank = divmod(tensor_rank, layout.expert_tensor_size)
+    experts = _count_experts(table)
+
+    def holds(spec: TensorSpec) -> bool:
+        return spec.expert is None or spec.expert * layout.expert // experts == expert_rank
+
+    def rank_slice(spec: TensorSpec) -> Slice:
+        if spec.expert is not None:
+            return compute_tensor_slice(spec, expert_tensor_rank, layout.expert_tensor_size)
+        multiple = vocabulary_multiple if spec.layer is None else 1
+        return compute_tensor_slice(spec, tensor_rank, layout.tensor, multiple)
+
+    return {spec.name: rank_slice(spec) for spec in table if holds(spec)}
+
+
+def _count_experts(table: Iterable[TensorSpec]) -> int:
+    """Return the number of experts of a layer; 0 without experts."""
+    return 1 + max((spec.expert for spec in table if spec.expert is not None), default=-1)
 
 
 TARGETS = {"attention": "self_attention", "mlp": "mlp"}

@@ -17,7 +17,7 @@ from aligner.placement.roles import (
     has_generator,
     uses_gpus,
 )
-from aligner.schema import Config, ParallelConfig
+from aligner.schema import Config, EngineParallelConfig, ParallelConfig
 from aligner.schema.derived import has_reference
 from aligner.schema.reward_sources import describe_sources
 from aligner.schema.teacher_sources import parse_teacher_sources
@@ -63,10 +63,16 @@ def describe_layout(parallel: ParallelConfig) -> str:
     return " ".join(parts)
 
 
+def _describe_engine_layout(parallel: EngineParallelConfig) -> str:
+    """Return the engine's layout in the abbreviations of `describe_layout`."""
+    expert = f" EP{parallel.expert}" if parallel.expert > 1 else ""
+    return f"TP{parallel.tensor}{expert} DP{parallel.data}"
+
+
 def build_placements(config: Config) -> tuple[Placement, ...]:
     """Return the placement of each role and server group of a run."""
     engine = config.engine
-    engine_layout = f"TP{engine.parallel.tensor} DP{engine.parallel.data}"
+    engine_layout = _describe_engine_layout(engine.parallel)
     is_separate = has_generator(config)
     is_colocated = config.algorithm.generates_samples and not is_separate
     engine_text = f", {engine.kind} engine" if is_colocated else ""

@@ -18,11 +18,24 @@ class EngineParallelConfig:
         " `engine.parallel.tensor`, rounded down.",
         minimum=0,
     )
+    expert: int = option(
+        1,
+        "Expert-parallel size of the engine (EP'): number of groups of tensor-parallel ranks that"
+        " the experts are distributed over. The ranks of a group split each of their experts; with"
+        " the value of `tensor`, each rank has whole experts. External engines support only 1 and"
+        " the value of `tensor`.",
+        minimum=1,
+    )
 
     @property
     def ranks(self) -> int:
         """Number of processes that the engine spans."""
         return self.tensor * self.data
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Tensor-parallel size inside an expert."""
+        return self.tensor // self.expert
 
 
 @dataclass

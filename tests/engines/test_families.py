@@ -26,7 +26,7 @@ LENGTHS = (3, 9, 1, 9)
 NEW_TOKENS = (14, 9, 14, 5, 11, 14, 2, 14)
 
 
-def sample_and_score(directory: str, tensor: int) -> tuple[list[Sample], float]:
+def sample_and_score(directory: str, tensor: int, expert: int = 1) -> tuple[list[Sample], float]:
     """Generate on all ranks of the world; return the samples and the largest log-prob difference to
     Megatron."""
     generator = torch.Generator().manual_seed(5)
@@ -36,7 +36,8 @@ def sample_and_score(directory: str, tensor: int) -> tuple[list[Sample], float]:
         for index, length in enumerate(LENGTHS)
     ]
     # Fewer rows than responses, so that some start while others are in flight.
-    settings = EngineConfig(parallel=EngineParallelConfig(tensor=tensor), batch_size=3)
+    layout = EngineParallelConfig(tensor=tensor, expert=expert)
+    settings = EngineConfig(parallel=layout, batch_size=3)
     engine = EmbeddedEngine(shape, settings, dist.get_rank(), seed=2, group=dist.group.WORLD)
     load_directory(engine, Path(directory))
     requests = [
@@ -87,6 +88,31 @@ def test_logprobs_of_more_ranks_than_kv_heads_equal_megatron(pool, tmp_path, fam
         assert [sample.tokens.tolist() for sample in samples] == [
             sample.tokens.tolist() for sample in alone
         ]
+
+
+@pytest.mark.promise("engine-logprobs-equal-megatron")
+@pytest.mark.parametrize(
+    ("family", "tensor", "expert"),
+    [
+        ("qwen3_moe", 2, 2),
+        ("qwen3_moe", 4, 2),
+        slow("qwen3_next", 2, 2),
+        *(
+            slow(family, tensor, expert)
+            for family in ("mixtral", "gpt-oss", "deepseek_v3")
+            for tensor, expert in ((2, 2), (4, 2))
+        ),
+    ],
+)
+def test_logprobs_of_expert_parallel_engine_equal_megatron(pool, tmp_path, family, tensor, expert):
+    directory = str(families.save(family, tmp_path))
+    ((alone, _),) = pool.run(sample_and_score, 1, directory, 1)
+    for samples, error in pool.run(sample_and_score, tensor, directory, tensor, expert):
+        assert error < find_tolerance(directory, samples, error)
+        assert [sample.tokens.tolist() for sample in samples] == [
+            sample.tokens.tolist() for sample in alone
+        ]
+        assert [routes_of(sample) for sample in samples] == [routes_of(sample) for sample in alone]
 
 
 def routes_of(sample: Sample) -> list[list[list[int]]] | None:

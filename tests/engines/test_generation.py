@@ -17,7 +17,7 @@ from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_loop import SingleResponses
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
-from aligner.schema import EngineConfig
+from aligner.schema import EngineConfig, EngineParallelConfig
 from tests.engines.engines import engine_bytes, generate
 from tests.engines.test_embedded import (
     load_transformers,
@@ -420,7 +420,7 @@ def test_shared_weights_are_used_without_copy(directory):
     )
     shared = sum(
         parameter.numel * 4
-        for parameter in compute_parameters(shape_of(directory), 1)
+        for parameter in compute_parameters(shape_of(directory), EngineParallelConfig())
         if parameter.name in theirs
     )
     assert engine._weights.views["model.layers.0.mlp.up_proj.weight"].data_ptr() == (

@@ -43,15 +43,19 @@ def test_engine_weight_bytes_equal_estimate(name: str) -> None:
         <= engine_bytes(engine)
         <= (1 + PADDING) * 4 * count_engine_weights(shape, 1)
     )
-    halves = sum(parameter.numel for parameter in compute_parameters(shape, 2))
-    assert halves == count_engine_weights(shape, 2)
+    for expert in (1, 2) if shape.num_experts else (1,):
+        layout = EngineParallelConfig(tensor=2, expert=expert)
+        for rank in range(2):
+            halves = sum(part.numel for part in compute_parameters(shape, layout, rank))
+            assert halves == count_engine_weights(shape, 2, expert)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_shared_engine_stores_only_unshared_weights(name: str) -> None:
     shape = read_config(MODELS[name], "test")
     trained = {
-        parameter.name: torch.empty(parameter.shape) for parameter in compute_parameters(shape, 1)
+        parameter.name: torch.empty(parameter.shape)
+        for parameter in compute_parameters(shape, EngineParallelConfig())
     }
     settings = EngineConfig(update="shared", parallel=EngineParallelConfig())
     engine = EmbeddedEngine(shape, settings, 0, 1, shared=trained)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from itertools import pairwise, product
 
 import pytest
@@ -10,13 +11,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from aligner.models.hugging_face import read_config
-from aligner.models.layouts import layout_problems
+from aligner.models.layouts import engine_problems, layout_problems
 from aligner.models.pipeline_stages import count_part_layers, stage_layers
 from aligner.models.weight_slices import (
     Slice,
     compute_coordinates,
     compute_engine_slices,
     compute_trainer_slices,
+    cut_shape,
     weight_table,
 )
 from aligner.placement.placement_table import describe_layout
@@ -47,6 +49,9 @@ QWEN3_5 = LLAMA | {
 DELTA_NETS = read_config(QWEN3_5, "test")
 DENSE, EXPERTS = read_config(LLAMA, "test"), read_config(MIXTRAL, "test")
 assert EXPERTS.experts is not None
+THREE_EXPERTS = dataclasses.replace(
+    EXPERTS, experts=dataclasses.replace(EXPERTS.experts, count=3, ffn_hidden_size=23)
+)
 BIASED_EXPERTS = dataclasses.replace(
     EXPERTS, experts=dataclasses.replace(EXPERTS.experts, has_biases=True)
 )
@@ -302,6 +307,39 @@ def test_first_and_last_stage_hold_tied_embedding():
         assert "model.embed_tokens.weight" in compute_trainer_slices(
             table, tied, ParallelConfig(pipeline=2), rank
         )
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "message"),
+    [
+        (DENSE, {"tensor": 2, "expert": 2}, "expert=2: requires a mixture-of-experts model"),
+        (EXPERTS, {"expert": 2}, "expert=2: must divide engine.parallel.tensor=1"),
+        (THREE_EXPERTS, {"tensor": 2, "expert": 2}, "expert=2: must divide the model's 3 experts"),
+        (
+            THREE_EXPERTS,
+            {"tensor": 4, "expert": 2},
+            "tensor=4 / expert=2: must divide the 23 feed-forward rows of each expert",
+        ),
+    ],
+)
+def test_invalid_engine_layout_is_reported_with_its_key(shape, layout, message):
+    assert message in "\n".join(engine_problems(EngineParallelConfig(**layout), shape))
+
+
+def test_engine_ranks_hold_each_expert_equally_often():
+    table = weight_table(EXPERTS)
+    experts = [spec for spec in table if spec.expert is not None]
+    for tensor, expert in ((2, 2), (4, 2), (4, 4)):
+        layout = EngineParallelConfig(tensor=tensor, expert=expert, data=2)
+        counts = dict.fromkeys((spec.name for spec in experts), 0)
+        for rank in range(layout.ranks):
+            slices = compute_engine_slices(table, layout, rank)
+            for spec in experts:
+                if spec.name in slices:
+                    piece = slices[spec.name]
+                    shape = cut_shape(spec.shape, piece.axis, piece.start, piece.stop)
+                    counts[spec.name] += math.prod(shape)
+        assert counts == {spec.name: layout.data * spec.numel for spec in experts}
 
 
 def test_engine_slices_exclude_vocabulary_padding():

@@ -42,7 +42,8 @@ def make_plan(
 
     The model has experts if the trainer uses expert parallelism.
     """
-    shape = tiny_shape("mixtral" if trainer.expert > 1 else "llama")
+    has_experts = max(trainer.expert, engine.expert) > 1
+    shape = tiny_shape("mixtral" if has_experts else "llama")
     first = trainer.ranks if separate else 0
     return plan_resharding(shape, trainer, engine, first_engine_rank=first, itemsize=itemsize)
 

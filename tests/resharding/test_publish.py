@@ -46,6 +46,11 @@ def layout_name(layout: ParallelConfig | EngineParallelConfig) -> str:
             ParallelConfig(tensor=2, pipeline=2, sequence=True, expert=2, expert_tensor=1),
             EngineParallelConfig(tensor=2, data=2),
         ),
+        (
+            ParallelConfig(tensor=2, pipeline=2, sequence=True),
+            EngineParallelConfig(tensor=2, data=2, expert=2),
+        ),
+        (ParallelConfig(data=4, expert=4), EngineParallelConfig(tensor=4, expert=2)),
     ],
     ids=layout_name,
 )
@@ -64,6 +69,7 @@ def test_colocated_engine_receives_expected_slices(pool, trainer, engine):
         (ParallelConfig(tensor=2, pipeline=2), EngineParallelConfig(tensor=2)),
         (ParallelConfig(pipeline=2), EngineParallelConfig(tensor=2)),
         (ParallelConfig(data=2, expert=2), EngineParallelConfig(tensor=2)),
+        (ParallelConfig(tensor=2, sequence=True), EngineParallelConfig(tensor=2, expert=2)),
     ],
     ids=layout_name,
 )

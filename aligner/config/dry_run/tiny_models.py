@@ -70,11 +70,14 @@ def with_fitting_layouts(config: Config) -> Config:
                 section, get_value(config, section), get_value(smaller_config, section)
             ),
         )
-    if config.algorithm.generates_samples and config.engine.placement == "colocated":
-        smaller_config = with_values(
-            smaller_config,
-            {"engine.parallel": _find_colocated_layout(config, smaller_config.actor.parallel)},
+    if config.algorithm.generates_samples:
+        if config.engine.placement == "colocated":
+            engine = _find_colocated_layout(config, smaller_config.actor.parallel)
+            smaller_config = with_values(smaller_config, {"engine.parallel": engine})
+        expert = _choose_engine_experts(
+            config.engine.parallel, smaller_config.engine.parallel.tensor
         )
+        smaller_config = with_values(smaller_config, {"engine.parallel.expert": expert})
     if config.critic_serves_reward and config.reward.parallel == config.critic.parallel:
         smaller_config = with_values(
             smaller_config, {"reward.parallel": smaller_config.critic.parallel}
@@ -165,6 +168,18 @@ def _find_smallest_divisor(ranks: int) -> int:
     return next((size for size in range(2, ranks + 1) if ranks % size == 0), 1)
 
 
+def _choose_engine_experts(run_layout: EngineParallelConfig, tensor: int) -> int:
+    """Return the engine's expert-parallel size in the dry run.
+
+    Args:
+        run_layout: Layout of the engine in the run.
+        tensor: Tensor-parallel size of the engine in the dry run.
+    """
+    if run_layout.expert == run_layout.tensor:
+        return tensor
+    return _find_smallest_divisor(tensor) if run_layout.expert > 1 else 1
+
+
 def _find_colocated_layout(config: Config, trainer: ParallelConfig) -> EngineParallelConfig:
     """Return the layout of a colocated engine on the ranks of the smaller trainer.
 
@@ -234,9 +249,11 @@ def with_tiny_models(config: Config, run_config: Config, models: Models) -> tupl
     """
     layers, values = _choose_policy_layers(config, run_config, models.policy)
     config = with_values(config, values)
-    trained_layouts = [config.actor.parallel]
+    policy_layouts: list[ParallelConfig | EngineParallelConfig] = [config.actor.parallel]
     if config.algorithm.has_critic:
-        trained_layouts.append(config.critic.parallel)
+        policy_layouts.append(config.critic.parallel)
+    if config.algorithm.generates_samples:
+        policy_layouts.append(config.engine.parallel)
     tensor_sizes = _policy_tensor_sizes(config)
     key = "critic.parallel" if config.critic_serves_reward else "reward.parallel"
     layout: ParallelConfig = get_value(config, key)
@@ -246,7 +263,7 @@ def with_tiny_models(config: Config, run_config: Config, models: Models) -> tupl
     vocabulary = _round_up_to_multiple(_MIN_VOCABULARY, all_tensor_sizes)
     policy = _make_narrow(
         _with_few_layers(models.policy, layers),
-        trained_layouts,
+        policy_layouts,
         tensor_sizes,
         vocabulary,
         copies_kv_heads=max(_policy_tensor_sizes(run_config)) > models.policy.num_kv_heads,
@@ -394,7 +411,7 @@ def _select_evenly(sizes: Sequence[int], count: int) -> list[int]:
 
 def _make_narrow(
     shape: ModelShape,
-    layouts: Sequence[ParallelConfig],
+    layouts: Sequence[ParallelConfig | EngineParallelConfig],
     tensor_sizes: set[int],
     vocabulary: int,
     *,
@@ -406,7 +423,7 @@ def _make_narrow(
 
     Args:
         shape: Shape of the model of the run, with the layers of the tiny model.
-        layouts: Layouts in which the model is trained or scores.
+        layouts: Layouts in which the model is trained, scores or generates.
         tensor_sizes: Tensor-parallel sizes, including the engine's.
         vocabulary: Size of the vocabulary.
         copies_kv_heads: Whether a layout of the run has more tensor ranks than KV heads.

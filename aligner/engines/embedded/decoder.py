@@ -47,6 +47,7 @@ class Decoder:
         group: ProcessGroup | None,
         device: torch.device,
         *,
+        expert_parallel_size: int = 1,
         exact: bool = False,
         packed: bool = False,
         sliced: bool = False,
@@ -59,6 +60,7 @@ class Decoder:
             rank: Index of this rank among the tensor-parallel ranks.
             group: Process group of the tensor-parallel ranks; unused if there is one rank.
             device: Device of the weights and of the KV cache.
+            expert_parallel_size: Number of groups of ranks that the experts are distributed over.
             exact: Value of `engine.exact`.
             packed: Value of `engine.packed_weights`.
             sliced: Whether a step with one token per row reads only the tokens that each row has.
@@ -77,7 +79,7 @@ class Decoder:
         self._matmuls = Matmuls(self._weights, self._ranks, exact=exact, packed=packed)
         self._norms = Norms(shape, self._weights, self._ranks)
         self._mixers = self._build_mixers()
-        self._feed_forwards = self._build_feed_forwards()
+        self._feed_forwards = self._build_feed_forwards(expert_parallel_size)
 
     def _build_mixers(self) -> list[_Mixer]:
         """Return the attention or the gated delta net of each layer.
@@ -105,7 +107,9 @@ class Decoder:
         delta_net = DeltaNetMixer(shape, shape.delta_net, self._weights, ranks.size, self._matmuls)
         return [delta_net if layer.has_delta_net else attention for layer in shape.layers]
 
-    def _build_feed_forwards(self) -> list[FeedForward | MixtureOfExperts]:
+    def _build_feed_forwards(
+        self, expert_parallel_size: int
+    ) -> list[FeedForward | MixtureOfExperts]:
         """Return the feed-forward network or the experts of each layer."""
         shape = self._shape
         activation = Activation(shape)
@@ -113,7 +117,12 @@ class Decoder:
         if shape.experts is None:
             return [dense] * shape.num_layers
         experts = MixtureOfExperts(
-            shape.experts, self._weights, self._ranks, self._matmuls, activation
+            shape.experts,
+            self._weights,
+            self._ranks,
+            self._matmuls,
+            activation,
+            expert_parallel_size,
         )
         return [experts if layer.has_experts else dense for layer in shape.layers]
 

@@ -113,7 +113,7 @@ class EmbeddedEngine(GenerationEngine):
         self._shared = shared
         self._dtype = self.weight_format.dtype
         tensor_rank = rank % tensor_parallel_size
-        self._layout = compute_parameters(shape, tensor_parallel_size, tensor_rank)
+        self._layout = compute_parameters(shape, settings.parallel, tensor_rank)
 
         # The sliced kernel is not batch-invariant.
         is_sliced = can_slice(shape, self._device, self._dtype) and not settings.exact
@@ -123,6 +123,7 @@ class EmbeddedEngine(GenerationEngine):
             tensor_rank,
             group,
             self._device,
+            expert_parallel_size=settings.parallel.expert,
             exact=settings.exact,
             packed=settings.packed_weights,
             sliced=is_sliced,

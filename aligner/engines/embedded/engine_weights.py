@@ -39,6 +39,8 @@ class Part:
     """Shape of this rank's slice, outputs first."""
     start: int
     """Index of the first row in the parameter."""
+    expert: int | None
+    """Index of the expert among those of this rank; None for other tensors."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Parameter:
     name: str
     """megatron-core name of the parameter, without the expert's index."""
     shape: tuple[int, ...]
-    """Shape on this rank, including padding; the first dimension of stacked experts is the expert.
-    """
+    """Shape on this rank, including padding; the first dimension of stacked experts is the expert,
+    for the experts of this rank."""
     parts: tuple[Part, ...]
     """Parts of the parameter, in the order of the weight table."""
 
@@ -99,7 +101,7 @@ def get_stacked_name(spec: TensorSpec) -> str:
 
 
 def compute_parameters(
-    shape: ModelShape, tensor_parallel_size: int, rank: int = 0
+    shape: ModelShape, layout: EngineParallelConfig, rank: int = 0
 ) -> tuple[Parameter, ...]:
     """Return the parameters that one rank stores, in the order of the weight table.
 
@@ -108,22 +110,25 @@ def compute_parameters(
 
     Args:
         shape: Dimensions of the model.
-        tensor_parallel_size: Number of tensor-parallel ranks.
-        rank: Index of the rank among them.
+        layout: Layout of the engine.
+        rank: Index of the rank in the engine.
     """
     table = weight_table(shape)
-    layout = EngineParallelConfig(tensor=tensor_parallel_size)
     slices = compute_engine_slices(table, layout, rank)
     largest_slices = compute_engine_slices(table, layout, 0)
+    rank_experts = shape.num_experts // layout.expert
 
     parts: dict[str, list[Part]] = {}
     # Number of rows that the parts so far occupy, by parameter and expert.
     row_counts: dict[tuple[str, int | None], int] = {}
     for spec in table:
-        rank_slice = slices[spec.name]
+        rank_slice = slices.get(spec.name)
+        if rank_slice is None:  # another rank's expert
+            continue
         rank_shape = cut_shape(spec.shape, rank_slice.axis, rank_slice.start, rank_slice.stop)
-        # The slice of rank 0 is the largest; every rank reserves as many rows.
-        largest_slice = largest_slices[spec.name]
+        # The slice of rank 0 is the largest; every rank reserves as many rows. Rank 0 may not have
+        # this expert, but all slices of experts have the same size.
+        largest_slice = largest_slices.get(spec.name, rank_slice)
         reserved_shape = cut_shape(
             spec.shape, largest_slice.axis, largest_slice.start, largest_slice.stop
         )
@@ -135,13 +140,14 @@ def compute_parameters(
         name = get_stacked_name(spec)
         start = row_counts.get((name, spec.expert), 0)
         row_counts[name, spec.expert] = start + reserved_shape[0]
-        parts.setdefault(name, []).append(Part(spec, rank_shape, start))
+        expert = None if spec.expert is None else spec.expert % rank_experts
+        parts.setdefault(name, []).append(Part(spec, rank_shape, start, expert))
 
     rank_parameters: list[Parameter] = []
     for name, name_parts in parts.items():
         first_part = name_parts[0]
         rows = row_counts[name, first_part.spec.expert]
-        expert_dims = () if first_part.spec.expert is None else (shape.num_experts,)
+        expert_dims = () if first_part.spec.expert is None else (rank_experts,)
         parameter_shape = (*expert_dims, rows, *first_part.shape[1:])
         rank_parameters.append(Parameter(name, parameter_shape, tuple(name_parts)))
     return tuple(rank_parameters)
@@ -213,7 +219,7 @@ class EngineWeights:
             self.tensors[parameter.name] = tensor
 
             for part in parameter.parts:
-                matrix = tensor if part.spec.expert is None else tensor[part.spec.expert]
+                matrix = tensor if part.expert is None else tensor[part.expert]
                 rows = matrix.narrow(0, part.start, part.shape[0])
                 self.views[part.spec.name] = rows.T if part.spec.is_transposed else rows
 

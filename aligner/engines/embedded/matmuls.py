@@ -104,12 +104,13 @@ class Matmuls:
     def expert_linear(self, x: Tensor, name: str, index: int, *, with_bias: bool = True) -> Tensor:
         """Compute a linear layer of one expert, from x [N, inputs] to [N, outputs].
 
-        The weights of all experts are stacked, [experts, outputs, inputs], and are never packed.
+        The weights of this rank's experts are stacked, [experts, outputs, inputs], and are never
+        packed.
 
         Args:
             x: Inputs [N, inputs].
             name: Name of the stacked weights.
-            index: Index of the expert.
+            index: Index of the expert among those of this rank.
             with_bias: Whether to add the expert's bias, if it has one.
         """
         biases = self._weights.get(name + ".bias") if with_bias else None

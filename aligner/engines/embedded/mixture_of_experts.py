@@ -17,7 +17,8 @@ from aligner.models.shape import Experts
 class MixtureOfExperts:
     """Computes the experts of the layers that have them.
 
-    Every rank has a slice of each expert's intermediate dimension; an all-reduce over the ranks
+    The experts are distributed over groups of ranks (expert parallelism). The ranks of a group
+    split the intermediate dimension of each of their experts. An all-reduce over all ranks
     completes the sum.
     """
 
@@ -28,6 +29,7 @@ class MixtureOfExperts:
         ranks: TensorParallelRanks,
         matmuls: Matmuls,
         activation: Activation,
+        expert_parallel_size: int = 1,
     ) -> None:
         """Create the experts of a model.
 
@@ -37,12 +39,17 @@ class MixtureOfExperts:
             ranks: Tensor-parallel ranks of the replica.
             matmuls: Matmuls of the decoder.
             activation: Activation function of the experts.
+            expert_parallel_size: Number of groups of ranks; all experts of a layer are divided
+                evenly between them.
         """
         self._experts = experts
         self._weights = weights
         self._ranks = ranks
         self._matmuls = matmuls
         self._activation = activation
+        group, self._rank_in_group = divmod(ranks.rank, ranks.size // expert_parallel_size)
+        self._rank_experts = experts.count // expert_parallel_size
+        self._first_expert = group * self._rank_experts
 
     def apply(self, layer: int, x: Tensor, context: ForwardContext) -> Tensor:
         """Compute the weighted sum of the experts of each token of x [N, hidden]. Collective.
@@ -57,8 +64,8 @@ class MixtureOfExperts:
             expert_routing.append(expert_ids.to(index_dtype))
 
         output = torch.zeros_like(x)
-        for expert in range(self._experts.count):
-            self._add_expert(output, expert, x, expert_ids, weights, prefix + "experts.")
+        for index in range(self._rank_experts):
+            self._add_expert(output, index, x, expert_ids, weights, prefix + "experts.")
         if self._experts.shared_size:
             output += self._apply_shared_experts(x, prefix + "shared_experts.")
         return self._ranks.all_reduce(output)
@@ -73,7 +80,7 @@ class MixtureOfExperts:
     def _add_expert(
         self,
         output: Tensor,
-        expert: int,
+        index: int,
         x: Tensor,
         expert_ids: Tensor,
         weights: Tensor,
@@ -83,23 +90,23 @@ class MixtureOfExperts:
 
         Args:
             output: Sum of the experts' outputs, [N, hidden].
-            expert: Index of the expert.
+            index: Index of the expert among those of this rank.
             x: Input of the experts, [N, hidden].
             expert_ids: Ids of each token's experts, int64 [N, K].
             weights: Weights of each token's experts, float32 [N, K].
             prefix: Prefix of the names of the experts' weights.
         """
         # `slot` is the index of the expert among the K experts of a token; it selects the weight.
-        token_indices, slot = (expert_ids == expert).nonzero(as_tuple=True)
+        token_indices, slot = (expert_ids == self._first_expert + index).nonzero(as_tuple=True)
         if not len(token_indices):
             return
-        hidden = self._matmuls.expert_linear(x[token_indices], prefix + "linear_fc1", expert)
-        # The all-reduce sums the ranks' outputs, so one rank adds the bias.
+        hidden = self._matmuls.expert_linear(x[token_indices], prefix + "linear_fc1", index)
+        # The all-reduce sums the ranks' outputs, so one rank of the group adds the bias.
         expert_output = self._matmuls.expert_linear(
             self._activation.apply(hidden),
             prefix + "linear_fc2",
-            expert,
-            with_bias=self._ranks.rank == 0,
+            index,
+            with_bias=self._rank_in_group == 0,
         )
         expert_weights = weights[token_indices, slot, None].to(x.dtype)
         output.index_add_(0, token_indices, expert_output * expert_weights)

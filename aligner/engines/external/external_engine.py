@@ -357,14 +357,17 @@ class StreamedUpdate:
         self._replica = engine._replica
         self._device = engine._device
         weight_format = engine.weight_format
-        self._specs = {spec.name: spec for spec in engine._weight_table}
         self._slices = compute_engine_slices(
             engine._weight_table,
             weight_format.layout,
             engine._rank,
             weight_format.vocabulary_multiple,
         )
-        self._missing_tensors = group_by_stored_tensor(engine._weight_table)
+        self._specs = {
+            spec.name: spec for spec in engine._weight_table if spec.name in self._slices
+        }
+        """The tensors of which this rank has a slice, by name: not the experts of other ranks."""
+        self._missing_tensors = group_by_stored_tensor(self._specs.values())
         """Stored tensors that are not loaded yet, with the tensors that they consist of."""
         self._views: dict[str, Tensor] = {}
         """Tensors that the caller may write, by name."""

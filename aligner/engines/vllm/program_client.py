@@ -610,6 +610,8 @@ def _build_engine_arguments(
         "model": str(directory),
         "dtype": str(dtype).removeprefix("torch."),
         "tensor_parallel_size": settings.parallel.tensor,
+        # vLLM then distributes the experts over all ranks of the replica.
+        "enable_expert_parallel": settings.parallel.expert > 1,
         "max_model_len": shape.max_positions,
         "max_num_seqs": settings.batch_size,
         "seed": seed % 2**32,

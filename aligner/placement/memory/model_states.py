@@ -273,16 +273,21 @@ def _count_optimizer_share(counts: WeightCounts, layout: ParallelConfig) -> int:
 
 
 @lru_cache(maxsize=64)
-def count_engine_weights(shape: ModelShape, tensor: int) -> int:
-    """Return the number of weights on a rank of an engine with `tensor` tensor ranks."""
-    table = weight_table(shape)
-    slices = compute_engine_slices(table, EngineParallelConfig(tensor=tensor), 0)
+def count_engine_weights(shape: ModelShape, tensor: int, expert: int = 1) -> int:
+    """Return the number of weights on a rank of an engine.
 
-    def count_on_rank(spec: TensorSpec) -> int:
-        piece = slices[spec.name]
-        return math.prod(cut_shape(spec.shape, piece.axis, piece.start, piece.stop))
-
-    return sum(map(count_on_rank, table))
+    Args:
+        shape: Dimensions of the model.
+        tensor: Tensor-parallel size of the engine.
+        expert: Expert-parallel size of the engine.
+    """
+    layout = EngineParallelConfig(tensor=tensor, expert=expert)
+    table = {spec.name: spec for spec in weight_table(shape)}
+    slices = compute_engine_slices(tuple(table.values()), layout, 0)
+    return sum(
+        math.prod(cut_shape(table[name].shape, piece.axis, piece.start, piece.stop))
+        for name, piece in slices.items()
+    )
 
 
 @lru_cache(maxsize=64)

@@ -304,7 +304,8 @@ def compute_engine_memory(
     itemsize = device.itemsize
     bucket = engine.bucket_mib << 20
 
-    weights = itemsize * count_engine_weights(shape, tensor)
+    rank_weights = count_engine_weights(shape, tensor, engine.parallel.expert)
+    weights = itemsize * rank_weights
     if engine.update == "shared":
         weights -= itemsize * count_shared_weights(shape, config.actor.parallel, stage, tensor)
     # An engine that sleeps has freed its weights before a sync, so it needs no spare copy.
@@ -318,10 +319,12 @@ def compute_engine_memory(
     # Engines in another process read complete tensors. vLLM reads slices, which are packed in a
     # second buffer.
     if engine.kind != "embedded":
-        shards, copies = (tensor, 2) if engine.kind == "vllm" else (1, 1)
+        is_sliced = engine.kind == "vllm"
+        shards, copies = (tensor, 2) if is_sliced else (1, 1)
+        received_weights = rank_weights if is_sliced else count_engine_weights(shape, 1)
         # A bucket holds at least one complete tensor, even if the tensor is larger than the limit.
         transfer += copies * max(
-            min(bucket, itemsize * count_engine_weights(shape, shards)),
+            min(bucket, itemsize * received_weights),
             itemsize * count_largest_tensor(shape) // shards,
         )
     # Sampling converts the logits of all rows to fp32, gathered over the tensor ranks.
@@ -404,7 +407,8 @@ def _compute_packed_weight_bytes(config: Config, shape: ModelShape) -> int:
     is_packed = engine.kind == "embedded" and engine.packed_weights and not engine.exact
     if not is_packed or device.is_gpu:
         return 0
-    return device.itemsize * count_engine_weights(shape, engine.parallel.tensor)
+    layout = engine.parallel
+    return device.itemsize * count_engine_weights(shape, layout.tensor, layout.expert)
 
 
 def _compute_critic_memory(

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from aligner.checks.engine import VLLM_FAMILIES
 from aligner.data.types import Prompt, Sample
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.engines.vllm.vllm_engine import VLLMEngine
+from aligner.schema import EngineParallelConfig
 from tests.engines import engines
 from tests.engines.vllm.shared_clients import NEEDED
 from tests.megatron import families, jobs
-from tests.rounds import covering
+from tests.rounds import covering, rare
 
 pytestmark = [*NEEDED, pytest.mark.timeout(600)]
 # vLLM's attention on CPUs supports no smaller heads than those of 32 elements.
@@ -76,14 +79,16 @@ def compute_largest_error(directory: Path, samples: list[Sample]) -> float:
     return max(errors)
 
 
-@pytest.mark.promise("vllm-logprobs-equal-megatron")
-@pytest.mark.parametrize("name", covering(NAMES, (), families.parts))
-def test_logprobs_equal_transformers_after_a_second_update(tmp_path, name):
-    directory = families.save(name, tmp_path, **CHANGES.get(name, HEADS))
-    shape = engines.shape_of(directory)
-    assert shape.family in VLLM_FAMILIES
-    settings = dataclasses.replace(engines.SETTINGS, kind="vllm", kv_cache_mib=64)
-    engine = VLLMEngine(directory, shape, settings, 0, seed=7)
+def generate(directory: Path, layout: EngineParallelConfig) -> list[Sample]:
+    """Return samples of an engine after its second weight update. Collective over a replica."""
+    rank, group = 0, None
+    if layout.ranks > 1:
+        rank = dist.get_rank()
+        group = dist.new_group(
+            timeout=timedelta(seconds=400)
+        )  # rank 1 waits until vLLM has started
+    settings = dataclasses.replace(engines.SETTINGS, kind="vllm", kv_cache_mib=64, parallel=layout)
+    engine = VLLMEngine(directory, engines.shape_of(directory), settings, rank, 7, group)
     try:
         for version in range(2):
             engines.publish(engine, directory, version)
@@ -92,7 +97,23 @@ def test_logprobs_equal_transformers_after_a_second_update(tmp_path, name):
             for index in range(6)
         ]
         options = SamplingOptions(14, temperature=jobs.TEMPERATURE)
-        samples = engines.generate(engine, requests, options)
+        return engines.generate(engine, requests, options)
     finally:
         engine.shutdown()
-    assert compute_largest_error(directory, samples) < 1e-4
+
+
+@pytest.mark.promise("vllm-logprobs-equal-megatron")
+@pytest.mark.parametrize("name", covering(NAMES, (), families.parts))
+def test_logprobs_equal_transformers_after_a_second_update(tmp_path, name):
+    directory = families.save(name, tmp_path, **CHANGES.get(name, HEADS))
+    shape = engines.shape_of(directory)
+    assert shape.family in VLLM_FAMILIES
+    assert compute_largest_error(directory, generate(directory, EngineParallelConfig())) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", rare("glm4_moe")])
+def test_logprobs_of_expert_parallel_workers_equal_transformers(pool, tmp_path, name):
+    directory = families.save(name, tmp_path, **HEADS)
+    layout = EngineParallelConfig(tensor=2, expert=2)
+    for samples in pool.run(generate, 2, directory, layout, timeout=500):
+        assert compute_largest_error(directory, samples) < 1e-4

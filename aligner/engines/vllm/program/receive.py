@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.model_loader.reload import (
@@ -255,6 +256,45 @@ def _route_on_cpu(self: CPURouter, *args: Any, **kwargs: Any) -> tuple[Tensor, T
 
 
 CPURouter._compute_routing = _route_on_cpu
+
+# vLLM's own method, which `_apply_experts_on_cpu` wraps and replaces.
+_original_experts = CPUUnquantizedExperts.apply
+
+
+def _apply_experts_on_cpu(
+    self: CPUUnquantizedExperts,
+    *,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    **arguments: Any,
+) -> None:
+    """Compute the weighted sum of the outputs of this worker's experts, for each token.
+
+    vLLM 0.32's kernel for CPUs ignores `expert_map`: with expert parallelism, it would take the
+    index of an expert among all experts for the index among those of this worker.
+
+    Args:
+        topk_weights: Weights of each token's experts, [T, K].
+        topk_ids: Indices of each token's experts among all experts, [T, K].
+        expert_map: Index of each expert among those of this worker, -1 for those of other workers;
+            None without expert parallelism.
+        arguments: Other arguments of vLLM's method.
+    """
+    if expert_map is not None:
+        own_ids = expert_map[topk_ids]
+        topk_weights = topk_weights.where(own_ids >= 0, 0.0)
+        topk_ids = own_ids.clamp(min=0).to(topk_ids.dtype)
+    _original_experts(
+        self,
+        topk_weights=topk_weights,
+        topk_ids=topk_ids,
+        expert_map=expert_map,
+        **arguments,
+    )
+
+
+CPUUnquantizedExperts.apply = _apply_experts_on_cpu
 
 # vLLM's own method, which `_forward_with_logprobs` wraps and replaces.
 _original_forward = Sampler.forward
