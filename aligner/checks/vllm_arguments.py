@@ -41,6 +41,7 @@ _SET_BY_KEYS: Mapping[str, str] = {
     "stream_interval": "engine.vllm.stream_interval",
     "tensor_parallel_size": "engine.parallel.tensor",
     "data_parallel_size": "engine.parallel.data",
+    "enable_expert_parallel": "engine.parallel.expert",
     **dict.fromkeys(
         ("model", "hf_config_path", "config_format", "revision", "code_revision"), "model.path"
     ),
@@ -153,10 +154,10 @@ _REFUSALS = (
         "set engine.batch_size",
     ),
     _Refusal(
-        "enable_expert_parallel enable_ep_weight_filter enable_elastic_ep elastic_ep_*"
-        " enable_eplb eplb_config expert_placement_strategy",
-        "a weight sync sends each worker a slice of every expert",
-        "set engine.parallel.tensor",
+        "enable_ep_weight_filter enable_elastic_ep elastic_ep_* enable_eplb eplb_config"
+        " expert_placement_strategy",
+        "a weight sync sends each worker consecutive experts",
+        "set engine.parallel.expert",
     ),
     _Refusal(
         "pipeline_parallel_size prefill_context_parallel_size data_parallel_* device_ids"
