@@ -356,11 +356,11 @@ def _find_start_problems(config: Config) -> Iterator[str]:
 def find_engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[str]:
     """Yield a line for each reason why the engine cannot run a model on any machine."""
     layout = engine.parallel
-    if engine.kind in _EXTERNAL_ENGINES and layout.expert not in (1, layout.tensor):
+    sizes = {"vllm": (1, layout.tensor), "tensorrt_llm": (1,)}.get(engine.kind)
+    if sizes is not None and layout.expert not in sizes:
         yield (
-            f"engine.parallel.expert={layout.expert}: must be 1 or"
-            f" engine.parallel.tensor={layout.tensor} with engine.kind={engine.kind};"
-            f" {_EMBEDDED_ADVICE}"
+            f"engine.parallel.expert={layout.expert}: must be"
+            f" {' or '.join(map(str, sizes))} with engine.kind={engine.kind}; {_EMBEDDED_ADVICE}"
         )
     if engine.kind == "vllm":
         if shape.delta_net is not None:

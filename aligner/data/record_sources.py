@@ -640,7 +640,7 @@ class _ParquetSource(RecordSource):
 
         try:
             return int(parquet.read_metadata(self.path).num_rows)
-        except (OSError, ArrowException):  # reading the file reports the error
+        except (OSError, ValueError, ArrowException):  # reading the file reports the error
             return 0
 
     def scan(self) -> Iterator[RecordChunk]:
@@ -658,7 +658,7 @@ class _ParquetSource(RecordSource):
                     size = min(_CHUNK_RECORDS, rows - start)
                     yield _ParquetChunk(size, self.path, stamp, group, start, first + start)
                 first += rows
-        except (OSError, ArrowException) as error:
+        except (OSError, ValueError, ArrowException) as error:
             raise ConfigError(f"{self.key}{self.path} cannot be read: {error}") from error
         if first == 0:
             raise ConfigError(f"{self.key}{self.path}: the file is empty")

@@ -22,8 +22,8 @@ class EngineParallelConfig:
         1,
         "Expert-parallel size of the engine (EP'): number of groups of tensor-parallel ranks that"
         " the experts are distributed over. The ranks of a group split each of their experts; with"
-        " the value of `tensor`, each rank has whole experts. External engines support only 1 and"
-        " the value of `tensor`.",
+        " the value of `tensor`, each rank has whole experts. vLLM supports only 1 and the value of"
+        " `tensor`, and TensorRT-LLM only 1.",
         minimum=1,
     )
 

@@ -113,6 +113,15 @@ def test_absent_fields_of_parquet_rows_are_missing(tmp_path):
     assert [fields(record) for record in records] == [{"a": 1}, {"b": 2}]
 
 
+def test_parquet_file_with_invalid_column_names_is_refused(tmp_path):
+    path = write(tmp_path / "records.parquet", [{"prompt": "a"}])
+    path.write_bytes(path.read_bytes().replace(b"prompt", b"\xffrompt"))
+    source = open_record_source(path, "data.path=")
+    assert source.size == 0
+    with pytest.raises(ConfigError, match=r"data\.path=.*records\.parquet cannot be read: 'utf-8'"):
+        list(source.read())
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
