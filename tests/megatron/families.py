@@ -37,8 +37,9 @@ from aligner.proof.reference import measure_rounding as measure_rounding_of
 from tests.megatron import jobs
 from tests.model_parts import describe_parts
 
-# The optimizer of `aligner.proof`, without clipping.
-OPTIMIZER: Mapping[str, Any] = {"epsilon": 1e-4, "clip_grad_norm": 1e9, "schedule": "constant"}
+# The optimizer of `aligner.proof`, without clipping and with a larger epsilon: Adam amplifies rounding
+# errors of gradients near epsilon, which context parallelism makes larger than those of transformers.
+OPTIMIZER: Mapping[str, Any] = {"epsilon": 2e-4, "clip_grad_norm": 1e9, "schedule": "constant"}
 
 _SIZES: Mapping[str, Any] = {
     "num_hidden_layers": 4,
