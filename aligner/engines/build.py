@@ -66,57 +66,44 @@ def build_engine(
     ]:
         raise ConfigError("\n".join(problems))
 
+    if settings.kind == "embedded":
+        from aligner.engines.embedded.embedded_engine import EmbeddedEngine
+
+        return EmbeddedEngine(
+            shape, settings, rank, seed, group, device, shared_parameters, listener, directory
+        )
+    is_own = split_callable_name(settings.kind) is not None
+    engine: GenerationEngine = _import_engine_class(settings)(
+        directory,
+        shape,
+        settings,
+        rank,
+        seed,
+        group,
+        device=device,
+        max_sequence_length=max_sequence_length,
+        **(settings.arguments if is_own else {}),
+    )
+    return engine
+
+
+def _import_engine_class(settings: EngineConfig) -> Any:
+    """Return the class of an engine other than the embedded one."""
     # Imported here, because each engine needs packages that may be missing for the others.
     if settings.kind == "tensorrt_llm":
         from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
 
-        return TensorRTLLMEngine(
-            directory,
-            shape,
-            settings,
-            rank,
-            seed,
-            group,
-            device=device,
-            max_sequence_length=max_sequence_length,
-        )
+        return TensorRTLLMEngine
     if settings.kind == "vllm":
         from aligner.engines.vllm.vllm_engine import VLLMEngine
 
-        return VLLMEngine(
-            directory,
-            shape,
-            settings,
-            rank,
-            seed,
-            group,
-            device=device,
-            max_sequence_length=max_sequence_length,
-        )
-
-    if (location := split_callable_name(settings.kind)) is not None:
-        engine_class = _import_engine_class(settings, *location)
-        engine: GenerationEngine = engine_class(
-            directory,
-            shape,
-            settings,
-            rank,
-            seed,
-            group,
-            device=device,
-            max_sequence_length=max_sequence_length,
-            **settings.arguments,
-        )
-        return engine
-
-    from aligner.engines.embedded.embedded_engine import EmbeddedEngine
-
-    return EmbeddedEngine(
-        shape, settings, rank, seed, group, device, shared_parameters, listener, directory
-    )
+        return VLLMEngine
+    location = split_callable_name(settings.kind)
+    assert location is not None, "the schema allows no other kinds"
+    return _import_own_engine_class(settings, *location)
 
 
-def _import_engine_class(settings: EngineConfig, module: str, name: str) -> Any:
+def _import_own_engine_class(settings: EngineConfig, module: str, name: str) -> Any:
     """Return the user's engine class. Raise ConfigError if it is not a suitable class."""
     key = f"engine.kind={settings.kind}"
     engine_class = import_object(module, name)

@@ -21,7 +21,7 @@ if [ "$1" = run ]; then shift; set -- run --ulimit host "$@"; fi
 exec unshare --mount sh -c 'umount /sys/fs/cgroup/unified 2>/dev/null; exec {podman} "$@"' podman "$@"
 """
 _STORAGE = """[storage]
-driver = "vfs"
+driver = "{driver}"
 graphroot = "{directory}/graph"
 runroot = "{directory}/run"
 """
@@ -36,21 +36,36 @@ runtime = "crun"
 """
 
 
+def write_engine_settings(directory: Path, driver: str) -> dict[str, str]:
+    """Write settings with which podman and buildah keep everything in a directory.
+
+    Args:
+        directory: The directory.
+        driver: Storage driver of the images.
+
+    Returns:
+        The environment variables that select the settings.
+    """
+    storage, containers = directory / "storage.conf", directory / "containers.conf"
+    storage.write_text(_STORAGE.format(directory=directory, driver=driver))
+    containers.write_text(_CONTAINERS)
+    return {"CONTAINERS_STORAGE_CONF": str(storage), "CONTAINERS_CONF": str(containers)}
+
+
 @contextlib.contextmanager
 def container_engine(directory: Path) -> Iterator[None]:
     """Make an engine with the image `IMAGE` available, or skip the test with the reason."""
     podman = shutil.which("podman")
     if podman is None or not _BUSYBOX.exists():
         pytest.skip("requires podman, crun and busybox-static")
-    (directory / "storage.conf").write_text(_STORAGE.format(directory=directory))
-    (directory / "containers.conf").write_text(_CONTAINERS)
+    settings = write_engine_settings(directory, "vfs")
     program = directory / "bin" / "podman"
     program.parent.mkdir()
     program.write_text(_PODMAN.format(podman=podman))
     program.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CONTAINERS_STORAGE_CONF", str(directory / "storage.conf"))
-        patch.setenv("CONTAINERS_CONF", str(directory / "containers.conf"))
+        for name, value in settings.items():
+            patch.setenv(name, value)
         patch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
         archive = directory / "image.tar"
         _write_image(archive)

@@ -27,6 +27,7 @@ import tomllib
 
 from aligner.paths import get_cache_directory
 from container.pins import pinned, wanted
+from tests.agents.container_engine import write_engine_settings
 
 REPOSITORY = Path(__file__).parents[2]
 PYTHON_IMAGE = "localhost/aligner-test-python"
@@ -62,20 +63,6 @@ _PLATFORMS = (
 _PODMAN = """#!/bin/sh
 exec unshare --mount sh -c 'umount /sys/fs/cgroup/unified 2>/dev/null; exec "$@"' sh {podman} "$@"
 """
-_STORAGE = """[storage]
-driver = "overlay"
-graphroot = "{directory}/graph"
-runroot = "{directory}/run"
-"""
-_CONTAINERS = """[containers]
-default_ulimits = []
-cgroups = "disabled"
-pids_limit = 0
-[engine]
-cgroup_manager = "cgroupfs"
-events_logger = "file"
-runtime = "crun"
-"""
 
 
 def why_not() -> str | None:
@@ -101,8 +88,6 @@ class ImageStore:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        (directory / "storage.conf").write_text(_STORAGE.format(directory=directory))
-        (directory / "containers.conf").write_text(_CONTAINERS)
         (directory / "pip.conf").write_text("[global]\nno-index = true\nfind-links = /wheelhouse\n")
         self._podman = directory / "podman"
         self._podman.write_text(_PODMAN.format(podman=shutil.which("podman")))
@@ -110,8 +95,7 @@ class ImageStore:
         self._environment = {
             **os.environ,
             "PATH": f"{os.environ['PATH']}:/usr/sbin",
-            "CONTAINERS_STORAGE_CONF": str(directory / "storage.conf"),
-            "CONTAINERS_CONF": str(directory / "containers.conf"),
+            **write_engine_settings(directory, "overlay"),
         }
 
     def buildah(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
