@@ -266,6 +266,23 @@ asyncio.run(run())
 
 
 @pytest.mark.skipif(bool(GAPS), reason=f"this machine does not enforce: {GAPS}")
+def test_local_sandbox_ends_when_its_process_is_killed_during_the_start():
+    program = f"""
+import os, subprocess, sys, tempfile
+from aligner.agents.sandboxes.bubblewrap import Bubblewrap
+from aligner.schema.environment import PythonToolConfig
+files = [tempfile.TemporaryFile() for _ in range(3)]
+command = ["sh", "-c", "sleep 100; : " + sys.argv[1]]
+bubblewrap = Bubblewrap.detect({LIMITS!r})
+with bubblewrap.build_command(command, 100, [file.fileno() for file in files]) as (full, options):
+    subprocess.Popen(full, **options)
+    os._exit(0)
+"""
+    with process_mark() as mark:
+        subprocess.run([sys.executable, "-c", program, mark], check=True)
+
+
+@pytest.mark.skipif(bool(GAPS), reason=f"this machine does not enforce: {GAPS}")
 def test_local_files_are_limited_and_unreadable_files_are_kept():
     async def run(sandbox: Sandbox) -> None:
         await shell(sandbox, "echo 1 > a; chmod 0 a; mkdir d; echo 2 > d/b; chmod 0 d")

@@ -4,6 +4,7 @@ trainer."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.data.model_directory import read_slices
-from aligner.data.types import Prompt, Sample
+from aligner.data.types import Prompt, Sample, collate
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_loop import (
     SingleResponses,
@@ -37,6 +38,8 @@ from aligner.engines.vllm.vllm_engine import VLLMEngine
 from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import compute_engine_slices, weight_table
+from aligner.proof.comparison import TOLERANCE, choose_tolerance, may_be_rounding
+from aligner.proof.reference import compute_logprobs, load_reference, measure_rounding
 from aligner.resharding.weight_update import WeightUpdate
 from aligner.schema import EngineConfig, EngineParallelConfig, TensorRTLLMConfig, VLLMConfig
 from tests.engines.vllm import shared_clients
@@ -319,3 +322,29 @@ def greedy(model: Any, tokens: Tensor, count: int) -> list[int]:
         pad_token_id=0,
     )
     return generated[0, len(tokens) :].tolist()
+
+
+def find_tolerance(directory: str, samples: list[Sample], error: float) -> float:
+    """Return 1e-5, or twice the rounding error of transformers for samples if that is larger.
+
+    Args:
+        directory: Directory of the model.
+        samples: Samples of the engine. The rounding is that of their log-probs over the whole
+            vocabulary at `jobs.TEMPERATURE`.
+        error: Largest difference to Megatron; the rounding is measured only if it is above 1e-5.
+    """
+    if not may_be_rounding([error]):
+        return TOLERANCE
+    batch = collate(samples, pad_token_id=0)
+
+    def compute_error(logprobs: Tensor, exact: Tensor) -> dict[str, float]:
+        difference = torch.where(batch.mask, logprobs - exact, 0.0)
+        return {"logprobs": float(difference.abs().max())}
+
+    with torch.no_grad():
+        rounding = measure_rounding(
+            functools.partial(load_reference, Path(directory)),
+            lambda model: compute_logprobs(model, batch.tokens, batch.lengths),
+            compute_error,
+        )
+    return choose_tolerance(rounding["logprobs"])

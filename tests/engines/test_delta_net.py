@@ -8,19 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.data.types import Prompt, collate
+from aligner.data.types import Prompt, Sample, collate
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import ConfigError
 from aligner.megatron import world as worlds
 from aligner.models.model_source import directory_shape
 from aligner.schema import EngineConfig, SpeculationConfig
-from tests.engines.engines import Turns, generate, load_directory
+from tests.engines.engines import Turns, find_tolerance, generate, load_directory
 from tests.engines.test_turns import episodes
 from tests.megatron import families, jobs
 
 FAMILIES = ("qwen3_5", "qwen3_next")
-BOUND = 1e-5
 LIMIT = 14
 LENGTHS = (3, 9, 1, 17, 9)
 
@@ -37,45 +36,52 @@ def build_engine(directory: str, **settings: object) -> EmbeddedEngine:
     return engine
 
 
-def largest_error(directory: str, samples, temperature: float) -> float:
-    """Return the largest difference between the engine's and the trainer's log-probs."""
+def measure_error(
+    directory: str, samples: list[Sample], temperature: float
+) -> tuple[list[Sample], float]:
+    """Return samples, and the largest difference between the engine's and the trainer's
+    log-probs."""
     actor = jobs.policy(directory, {}, {"micro_batch_tokens": 200})
     batch = collate(samples, pad_token_id=0)
     actor.temperature = temperature
     scored = actor.logprobs(batch.tokens, batch.lengths, sampling_support=batch.sampling_support)
     worlds.shutdown()
-    return float((scored - batch.engine_logprobs)[batch.mask].abs().max())
+    return samples, float((scored - batch.engine_logprobs)[batch.mask].abs().max())
 
 
-def compare_turns(directory: str, rows: int, delays: int) -> float:
-    return largest_error(directory, episodes(directory, rows, delays, exact=False), 0.8)
+def run_turns(directory: str, rows: int, delays: int) -> tuple[list[Sample], float]:
+    return measure_error(directory, episodes(directory, rows, delays, exact=False), 0.8)
 
 
 @pytest.mark.parametrize(("rows", "delays"), [(6, 0), (6, 2), (2, 7)])
 def test_logprobs_of_turns_equal_trainer(pool, directory, rows, delays):
-    assert pool.run(compare_turns, 1, directory, rows, delays)[0] < BOUND
+    ((samples, error),) = pool.run(run_turns, 1, directory, rows, delays)
+    assert error < find_tolerance(directory, samples, error)
 
 
-def compare_after_update(directory: str) -> float:
-    """Restart the responses in flight by a weight update, twice, and compare them."""
+def run_with_updates(directory: str) -> tuple[list[Sample], float]:
+    """Generate responses, and restart those in flight by a weight update, twice."""
     engine = build_engine(directory, batch_size=4, in_flight="interrupt", update="in_place")
     prompts = [
         Prompt(index, "", torch.arange(2, 2 + length)) for index, length in enumerate(LENGTHS)
     ]
     requests = [GenerationRequest(prompt, sample) for prompt in prompts for sample in range(2)]
-    generation = Turns(engine, requests, SamplingOptions(LIMIT), LIMIT)
-    done = {}
+    options = SamplingOptions(LIMIT, temperature=jobs.TEMPERATURE)
+    generation = Turns(engine, requests, options, LIMIT)
+    done: dict[int, Sample] = {}
     steps = 0
     while len(done) < len(requests):
         done |= dict(generation.step())
         steps += 1
         if steps in (3, 9):
             load_directory(engine, Path(directory))
-    return largest_error(directory, [done[place] for place in range(len(requests))], 1.0)
+    samples = [done[place] for place in range(len(requests))]
+    return measure_error(directory, samples, jobs.TEMPERATURE)
 
 
 def test_responses_restarted_by_weight_update_equal_trainer(pool, directory):
-    assert pool.run(compare_after_update, 1, directory)[0] < BOUND
+    ((samples, error),) = pool.run(run_with_updates, 1, directory)
+    assert error < find_tolerance(directory, samples, error)
 
 
 def test_response_does_not_depend_on_steps_per_sync(directory):

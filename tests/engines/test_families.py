@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from aligner.data.collectives import broadcast_samples
 from aligner.data.types import Prompt, Sample, collate
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.models.model_source import directory_shape
-from aligner.proof.comparison import TOLERANCE, choose_tolerance, may_be_rounding
-from aligner.proof.reference import compute_logprobs, load_reference, measure_rounding
 from aligner.schema import EngineConfig, EngineParallelConfig
-from tests.engines.engines import generate, load_directory
+from tests.engines.engines import find_tolerance, generate, load_directory
 from tests.megatron import families, jobs
 from tests.rounds import slow, typical
 
@@ -51,31 +47,6 @@ def sample_and_score(directory: str, tensor: int, expert: int = 1) -> tuple[list
     batch = collate(samples, pad_token_id=0)
     scored = jobs.policy(directory, {"data": tensor}).logprobs(batch.tokens, batch.lengths)
     return samples, float(torch.where(batch.mask, scored - batch.engine_logprobs, 0.0).abs().max())
-
-
-def find_tolerance(directory: str, samples: list[Sample], error: float) -> float:
-    """Return 1e-5, or twice the rounding error of transformers for these samples if that is larger.
-
-    Args:
-        directory: Directory of the model.
-        samples: Samples of the engine.
-        error: Largest difference to Megatron; the rounding is measured only if it is above 1e-5.
-    """
-    if not may_be_rounding([error]):
-        return TOLERANCE
-    batch = collate(samples, pad_token_id=0)
-
-    def compute_error(logprobs: Tensor, exact: Tensor) -> dict[str, float]:
-        difference = torch.where(batch.mask, logprobs - exact, 0.0)
-        return {"logprobs": float(difference.abs().max())}
-
-    with torch.no_grad():
-        rounding = measure_rounding(
-            functools.partial(load_reference, Path(directory)),
-            lambda model: compute_logprobs(model, batch.tokens, batch.lengths),
-            compute_error,
-        )
-    return choose_tolerance(rounding["logprobs"])
 
 
 @pytest.mark.promise("engine-logprobs-equal-megatron")

@@ -193,6 +193,11 @@ class Bubblewrap:
             return
 
         with contextlib.ExitStack() as stack:
+            caller_pipe, this_process = os.pipe()
+            stack.callback(os.close, caller_pipe)
+            stack.callback(os.close, this_process)
+            settings["caller_pipe"] = caller_pipe
+            options["pass_fds"].append(caller_pipe)
             # the files are in memory; the driver's archives are as well if $TMPDIR is a tmpfs
             group_bytes = (limits.memory_mib + 5 * limits.scratch_mib) * _MIB
             groups = stack.enter_context(create_control_groups(group_bytes, limits.processes))

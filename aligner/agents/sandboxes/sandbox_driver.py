@@ -210,6 +210,20 @@ def _list_names(directory: str) -> list[str]:
     return [path.name for path in Path(directory).iterdir()]
 
 
+def exit_if_orphaned(caller_pipe: int) -> None:
+    """Exit if the caller was killed while bubblewrap started.
+
+    Afterwards, bubblewrap has asked the kernel to kill it together with the caller.
+
+    Args:
+        caller_pipe: Pipe whose other end only the caller has open. It is closed.
+    """
+    is_orphan = bool(select.select([caller_pipe], [], [], 0)[0])
+    os.close(caller_pipe)
+    if is_orphan:
+        sys.exit("the caller of the sandbox has exited")
+
+
 def main() -> None:
     """Run the command, and write its result to the report file as JSON."""
     settings = json.loads(sys.argv[1])
@@ -217,8 +231,10 @@ def main() -> None:
     user = settings["user"]
     driver = os.getpid()
     os.chdir(settings["directory"])
-    if settings["has_namespaces"] and not user:
-        hide_from_programs()
+    if settings["has_namespaces"]:
+        exit_if_orphaned(settings["caller_pipe"])
+        if not user:
+            hide_from_programs()
     # the caller distinguishes a sandbox that has not started from a killed driver
     os.write(report, b'{"started": true}\n')
 

@@ -42,7 +42,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         def __init__(self, python: str, environment: dict[str, str]) -> None:
             started.append({"environment": environment})
 
-        async def start(self, settings: dict[str, Any]) -> None:
+        async def start(self, settings: dict[str, Any], *descriptions: Any) -> None:
             started[-1]["settings"] = settings
 
         def terminate(self) -> None:
