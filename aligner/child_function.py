@@ -109,6 +109,7 @@ class ChildFunction:
         deadline_s: float | None = None,
         cpu_limit_s: float = 0.0,
         memory_bytes: int | None = None,
+        python: str | None = None,
     ) -> None:
         """Describe the function; `start` or the first call starts the process.
 
@@ -123,7 +124,11 @@ class ChildFunction:
             deadline_s: Maximum duration of a call in seconds; None means no limit.
             cpu_limit_s: Maximum CPU time of a call in seconds; 0 means no limit.
             memory_bytes: Maximum address space of the process in bytes; None means no limit.
+            python: Python interpreter of another environment in which the process runs. It finds
+                modules in its working directory, in PYTHONPATH and in its environment. None means
+                this process's interpreter and module search path.
         """
+        self._python = python or sys.executable
         self._settings = [
             module,
             name,
@@ -131,7 +136,7 @@ class ChildFunction:
             check,
             cpu_limit_s,
             memory_bytes,
-            sys.path,
+            sys.path if python is None else None,
         ]
         self._deadline_s = deadline_s
         self._cpu_limit_s = cpu_limit_s
@@ -194,7 +199,7 @@ class ChildFunction:
 
     def _ensure_started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            command = [sys.executable, "-m", __name__]
+            command = [self._python, "-m", __name__]
             # The hash seed is the same in all child processes, so that results that depend on the
             # order of a set are the same on every rank.
             environment = {"PYTHONHASHSEED": "0", **os.environ}
@@ -366,9 +371,11 @@ def serve() -> None:
         responses.write(line + "\n")
         responses.flush()
 
-    stacks_fd, module, name, wrapper_name, check_name, cpu_limit_s, memory_bytes, sys.path = (
+    stacks_fd, module, name, wrapper_name, check_name, cpu_limit_s, memory_bytes, search_path = (
         json.loads(requests.readline())
     )
+    if search_path is not None:
+        sys.path = search_path
     _disconnect_forks(requests.fileno(), responses.fileno())
     _install_stack_handlers(stacks_fd)
     if memory_bytes is not None:

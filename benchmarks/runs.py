@@ -64,6 +64,7 @@ class Launch:
         *overrides: str,
         experiment: str = "tiny_ppo",
         before: Sequence[str] = (),
+        python: str | Path = sys.executable,
     ) -> None:
         """Start a launch.
 
@@ -72,11 +73,12 @@ class Launch:
             *overrides: Overrides of the experiment, `key=value`.
             experiment: Name of the experiment.
             before: Command that runs the launch, such as `sh -c 'ulimit -n 256; exec "$@"' sh`.
+            python: Python interpreter of the launcher.
         """
         self.paths = RunPaths(directory)
         command = [
             *before,
-            sys.executable,
+            str(python),
             "-m",
             "aligner",
             "launch",

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from aligner.errors import ConfigError
-from aligner.extras import describe_missing_modules, describe_numpy_conflict
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
 from aligner.placement.addresses import (
@@ -20,6 +19,7 @@ from aligner.placement.addresses import (
     is_port_free,
 )
 from aligner.placement.roles import count_server_ranks, has_generator
+from aligner.placement.server_environment import find_environment_problems
 from aligner.placement.tls import AUTO, TLSFiles, get_tls_files
 from aligner.schema import Config, EvaluationConfig, TLSConfig
 from aligner.schema.derived import describe_max_sequence_length, get_max_sequence_length
@@ -35,12 +35,9 @@ def find_problems(
     Servers must be able to listen on their ports, be reachable for the run's clients, and accept
     the run's own requests.
     """
-    if (
-        config.cluster.kind == "local"
-        and (server_ranks := count_server_ranks(config))
-        and (package_problem := describe_missing_modules("server") or describe_numpy_conflict())
-    ):
-        yield f"this run starts servers ({', '.join(server_ranks)}): {package_problem}"
+    # In a job on a cluster, `prepare` checks the environment on its node.
+    if config.cluster.kind == "local":
+        yield from find_environment_problems(config)
     yield from _find_port_problems(config)
     yield from find_tls_problems(config)
     yield from _find_timeout_problems(config)

@@ -70,6 +70,7 @@ _PATH_KEYS = (
     "reward.judge_cache",
     "teacher.scores",
     "engine.vllm.python",
+    "server.python",
     "server.tls.certificate",
     "server.tls.key",
     "server.tls.authorities",

@@ -4,6 +4,7 @@ import argparse
 import functools
 import gc
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from aligner.cli.compositions import compose_command
 from aligner.config.compose import load_own_config
 from aligner.config.prerequisites import plan_run
 from aligner.errors import STOP_SIGNAL, ConfigError, Stopped
+from aligner.extras import describe_missing_modules, describe_numpy_conflict
 from aligner.launcher.heartbeats import require_triton_for_heartbeat
 from aligner.launcher.rank_environment import adopt_environment
 from aligner.observability.logs import configure_logs
@@ -69,6 +71,9 @@ def serve(parsed: argparse.Namespace) -> None:
             f" {', '.join(count_server_ranks(config))}"
         )
     configure_logs(config.logging.format, groups[0])
+    # In a job on a cluster, the launcher cannot check the environments of all nodes.
+    if problem := describe_missing_modules("server") or describe_numpy_conflict():
+        raise ConfigError(f"{groups[0]}: {sys.executable}: {problem}")
     require_triton_for_heartbeat(config, groups[0])
     report_stage(config, groups[0], "importing libraries and loading the model")
     role = groups[0].partition(".")[0]

@@ -64,6 +64,7 @@ from aligner.placement.roles import (
     has_generator,
     uses_gpus,
 )
+from aligner.placement.server_environment import get_server_python
 from aligner.schema import Config
 from aligner.terminal import print_text
 
@@ -287,6 +288,8 @@ class LocalRanks(Processes, Ranks):
             server = fork_server or start_fork_server()
             self.use_fork_server(server)
             roles = dict.fromkeys(role.partition(".")[0] for role in count_role_ranks(config))
+            if get_server_python(config) != sys.executable:
+                roles = {"trainer": None}  # the server imports only modules of its own environment
             environment = library_environment(compute_threads_per_rank(config))
             server.set_up(get_run_paths(config).config, roles, environment)
 
@@ -294,7 +297,7 @@ class LocalRanks(Processes, Ranks):
         """See `Ranks`."""
         ranks = count_role_ranks(self._config).get(role, 1)
         started = []
-        command = self._command(role, get_run_paths(self._config).config)
+        command = self._command(role, self._config)
         shared_environment = {
             **world_environment(
                 ranks, ranks, LOOPBACK, next(self._ports), compute_threads_per_rank(self._config)

@@ -15,10 +15,10 @@ import urllib.request
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, ConfigError
 from aligner.launcher.processes import terminate_with_launcher
 from aligner.launcher.rank_heartbeat import IS_TASK
-from aligner.paths import OPENMP_ENVIRONMENT
+from aligner.paths import OPENMP_ENVIRONMENT, get_run_paths
 from aligner.placement.addresses import (
     LOOPBACK,
     WORLD_SECRET,
@@ -33,6 +33,7 @@ from aligner.placement.roles import count_server_ranks
 from aligner.placement.tls import get_tls_files
 from aligner.schema import Config
 from aligner.triton_cleanup import find_health_socket
+from aligner.version import __version__
 
 # Ports below the kernel's range for outgoing connections. An outgoing connection could occupy a
 # port of the kernel's range before a server listens on the port.
@@ -229,13 +230,15 @@ def is_own_server_healthy(config: Config, group: str, endpoint: Endpoint, timeou
     return True
 
 
-CommandBuilder = Callable[[str, Path], tuple[str, ...]]
+CommandBuilder = Callable[[str, Config], tuple[str, ...]]
 """Function that returns the command of the ranks of a role or server group, from the role and the
-path of the config file."""
+run's configuration."""
 DEVICES = "ALIGNER_DEVICES"
 """Environment variable with the indices of a role's devices within its Slurm step or node; if it is
 unset, the role uses all devices of the step or node.
 """
+VERSION = "ALIGNER_VERSION"
+"""Environment variable with the release of aligner that starts the ranks of a run."""
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 # Allocate large temporary tensors on the heap, keep their memory, and use pages of 2 MiB if the
 # machine has them. By default, glibc would unmap the memory after every micro-batch, and the kernel
@@ -248,18 +251,24 @@ _MALLOC_TUNABLES = (
 
 
 def build_role_command(
-    role: str, config_file: Path, program: tuple[str, ...] | None = None
+    role: str, config: Config, program: tuple[str, ...] | None = None
 ) -> tuple[str, ...]:
     """Return the command of the ranks of a role or server group.
 
     Args:
         role: Role or server group; `prepare` is a role, too.
-        config_file: The run's `config.yaml`.
+        config: The run's configuration.
         program: Beginning of the command; None uses `python -m aligner` of this Python environment.
+            For the roles that host servers, `server.python` has precedence.
     """
+    program = program or (sys.executable, "-m", "aligner")
     actions = {"prepare": ("prepare",), "trainer": ("train",)}
-    action = actions.get(role, ("serve", f"role={role}"))
-    return (*(program or (sys.executable, "-m", "aligner")), *action, "--config", str(config_file))
+    action = actions.get(role)
+    if action is None:
+        action = ("serve", f"role={role}")
+        if config.server.python is not None:
+            program = (config.server.python, "-m", "aligner")
+    return (*program, *action, "--config", str(get_run_paths(config).config))
 
 
 def world_environment(
@@ -280,6 +289,7 @@ def world_environment(
         "MASTER_ADDR": master,
         "MASTER_PORT": str(master_port),
         WORLD_SECRET: secrets.token_hex(16),
+        VERSION: __version__,
         **library_environment(threads),
     }
 
@@ -309,8 +319,15 @@ def adopt_environment() -> None:
 
     Raises:
         AlignerError: The node lacks devices of the role.
+        ConfigError: This process runs another release of aligner than the launcher.
     """
     terminate_with_launcher()
+    if (launcher_version := os.environ.get(VERSION, __version__)) != __version__:
+        raise ConfigError(
+            f"{sys.executable}: aligner {__version__} is installed in this environment or image,"
+            f" but aligner {launcher_version} has started the run; install the same release for"
+            " all roles"
+        )
     is_task = bool(os.environ.get(IS_TASK))
     if is_task:
         os.environ["RANK"] = os.environ["SLURM_PROCID"]

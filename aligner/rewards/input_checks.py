@@ -102,7 +102,10 @@ class _CheckedFunction:
 def _list_function_names(config: Config) -> dict[str, str]:
     """Return the names of all functions and classes of the configuration, by their keys."""
     algorithm = config.algorithm
-    names = {function.key: function.name for function in _get_reward_functions(config)}
+    names = {}
+    # In an environment of the servers' own, `prepare` imports the functions of the reward there.
+    if config.server.python is None:
+        names = {function.key: function.name for function in _get_reward_functions(config)}
     names |= {
         f"{suite.key}.function": suite.settings.function or ""
         for suite in parse_evaluation_suites(config)

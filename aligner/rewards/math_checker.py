@@ -27,18 +27,28 @@ def require_math_verify(key: str) -> None:
 class MathChecker:
     """Compares responses with answers in child processes; threads take turns."""
 
-    def __init__(self, cpu_limit_s: float = 2.0) -> None:
+    def __init__(self, cpu_limit_s: float = 2.0, python: str | None = None) -> None:
         """Prepare the child processes; they start with the first call.
 
         Args:
             cpu_limit_s: Processor time of each comparison, in seconds.
+            python: Python interpreter of an environment with math-verify; None means the
+                interpreter of this process.
         """
         module = "aligner.rewards.math_comparison"
         self.child = ChildFunction(
-            module, "is_equal", cpu_limit_s=cpu_limit_s, memory_bytes=_MEMORY_BYTES
+            module,
+            "is_equal",
+            cpu_limit_s=cpu_limit_s,
+            memory_bytes=_MEMORY_BYTES,
+            python=python,
         )
         self._parser = ChildFunction(
-            module, "is_parsable", cpu_limit_s=cpu_limit_s, memory_bytes=_MEMORY_BYTES
+            module,
+            "is_parsable",
+            cpu_limit_s=cpu_limit_s,
+            memory_bytes=_MEMORY_BYTES,
+            python=python,
         )
 
     def is_equal(self, answer: str, response: str) -> bool | None:

@@ -316,6 +316,7 @@ def _start_user_function(
     name: str,
     key: str,
     timeout_s: float | None,
+    python: str | None,
     wrapper: str = "call_scoring_function",
 ) -> UserFunction:
     """Return a custom function whose child process has started.
@@ -325,6 +326,7 @@ def _start_user_function(
         name: Name of the function in the module.
         key: Configuration key that names the function.
         timeout_s: Timeout of a call, in seconds; None means no timeout.
+        python: Python interpreter of the child process; None means the one of this process.
         wrapper: Function of this module that calls the custom function in the child.
 
     Raises:
@@ -336,13 +338,17 @@ def _start_user_function(
         wrapper=f"{__name__}:{wrapper}",
         check="aligner.rewards.function_forms:describe_form",
         deadline_s=timeout_s,
+        python=python,
     )
     form = FunctionForm(**child.start())
     return UserFunction(f"{key}={module}:{name}", child, form)
 
 
 def resolve_scorer(
-    name: str, key: str = "reward.function", timeout_s: float | None = None
+    name: str,
+    key: str = "reward.function",
+    timeout_s: float | None = None,
+    python: str | None = None,
 ) -> Scorer:
     """Return the built-in scorer `name`, or the custom scorer `module:callable`.
 
@@ -350,6 +356,8 @@ def resolve_scorer(
         name: Name of the scorer.
         key: Configuration key that names the scorer, for error messages.
         timeout_s: Timeout of one call of a custom function, in seconds; None means no timeout.
+        python: Python interpreter of the process of a custom function; None means the interpreter
+            of this process.
 
     Raises:
         ConfigError: The scorer does not exist, or a package that it requires is not installed.
@@ -366,7 +374,7 @@ def resolve_scorer(
     module, attribute = location
     try:
         if name not in FUNCTIONS and name not in RULES:
-            return _start_user_function(module, attribute, key, timeout_s)
+            return _start_user_function(module, attribute, key, timeout_s, python)
         scorer = import_object(module, attribute)
     except AlignerError as error:
         raise ConfigError(
@@ -377,13 +385,17 @@ def resolve_scorer(
     return _build_rule_scorer(scorer) if name in RULES else scorer
 
 
-def resolve_step_scorer(name: str, key: str, timeout_s: float | None = None) -> StepScorer:
+def resolve_step_scorer(
+    name: str, key: str, timeout_s: float | None = None, python: str | None = None
+) -> StepScorer:
     """Return the custom function `module:callable`, which rewards steps. See `resolve_scorer`."""
     location = split_callable_name(name)
     if location is None:
         raise ConfigError(f"{key}={name}: step rewards require a function given as module:callable")
     try:
-        return _start_user_function(*location, key, timeout_s, wrapper="call_step_function")
+        return _start_user_function(
+            *location, key, timeout_s, python, wrapper="call_step_function"
+        )
     except AlignerError as error:
         raise ConfigError(
             f"{key}={name}: {error}; the module must be importable from the working directory or"

@@ -28,7 +28,10 @@ _MAX_PARSED_ANSWERS = 10_000
 
 
 def check_answers(
-    verifier: str, key: str, records: Iterable[tuple[str, Mapping[str, Any]]]
+    verifier: str,
+    key: str,
+    records: Iterable[tuple[str, Mapping[str, Any]]],
+    python: str | None = None,
 ) -> list[str]:
     """Check that records have the fields that a verifier compares responses with.
 
@@ -36,6 +39,8 @@ def check_answers(
         verifier: Element of CHECKED_VERIFIERS.
         key: Configuration key that names the verifier, for messages.
         records: Origin and fields of each record.
+        python: Python interpreter of an environment with the verifier's packages; None means the
+            interpreter of this process.
 
     Returns:
         A notice if `math` can compare some answers only as text.
@@ -48,7 +53,7 @@ def check_answers(
     if verifier != "math":
         return []
 
-    unparsable = _find_unparsable_answers(records)
+    unparsable = _find_unparsable_answers(records, python)
     if not unparsable:
         return []
     return [
@@ -133,13 +138,13 @@ def _find_problems(
 
 
 def _find_unparsable_answers(
-    records: Sequence[tuple[str, Mapping[str, Any]]],
+    records: Sequence[tuple[str, Mapping[str, Any]]], python: str | None
 ) -> list[tuple[str, str]]:
     """Return the origins of records whose answers math-verify cannot parse, with a description.
 
     Only the first _MAX_PARSED_ANSWERS different answers that require math-verify are parsed.
     """
-    checker = MathChecker()
+    checker = MathChecker(python=python)
     is_parsable: dict[str, bool] = {}
     remaining = _MAX_PARSED_ANSWERS
     try:

@@ -26,6 +26,17 @@ RULES: Mapping[str, str] = {
 }
 """Built-in verifiers, which decide whether a response is correct: `module:callable` by name."""
 _BUILT_IN = {**FUNCTIONS, **RULES}
+EXTRAS_OF_FUNCTIONS: Mapping[str, str] = {
+    "math": "verify",
+    "reasoning_gym": "reasoning_gym",
+    "sentiment": "sentiment",
+}
+"""Extra that each built-in function requires; the other functions require none."""
+
+
+def is_built_in_function(name: str) -> bool:
+    """Return whether a scoring function is one of aligner's own."""
+    return name in _BUILT_IN
 
 
 def resolve_function_name(name: str) -> tuple[str, str] | None:

@@ -41,6 +41,12 @@ class TLSConfig:
 class ServerConfig:
     """Settings of all servers."""
 
+    python: str | None = option(
+        None,
+        "Path of the Python interpreter with which the ranks of critic, reward, teacher and"
+        " generator run; null means the interpreter of the launcher. Its environment must have the"
+        " same release of aligner, with the extra `server`.",
+    )
     interface: str = option(
         "127.0.0.1",
         "Address or name of the network interface on which the endpoints listen.",

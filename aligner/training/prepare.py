@@ -31,6 +31,7 @@ from aligner.data.tokenizer_files import read_tokenizer_files
 from aligner.errors import ConfigError
 from aligner.observability.logs import NOTE_PREFIX
 from aligner.observability.timeline import report_stage
+from aligner.placement.server_environment import check_server_environment
 from aligner.rewards.function_forms import ScoringRequest
 from aligner.rewards.scorers import UserFunction, resolve_scorer, resolve_step_scorer
 from aligner.rewards.trial_calls import TRIAL_TIMEOUT_S, try_function
@@ -50,6 +51,7 @@ from aligner.schema.reward_sources import (
     parse_judge_sources,
     parse_reward_sources,
 )
+from aligner.schema.scoring_functions import is_built_in_function
 from aligner.version import __version__
 
 
@@ -61,6 +63,8 @@ def prepare_run(config: Config) -> None:
     """
     # A key that the run does not read must not cause an error.
     config = with_unread_defaults(config)
+    if config.cluster.kind != "local":  # otherwise, the launcher has checked the environment
+        check_server_environment(config)
     directory = prepare_model(config)
     end_token_notices = _check_end_tokens(config, directory)
     cache = ExampleCache.for_run(
@@ -87,9 +91,13 @@ class _LoadedFunction:
     name: str
     """Built-in name, or `module:callable`."""
     scorer: Any
-    """The function; a UserFunction if it is the user's own."""
+    """The function; a UserFunction if it is the user's own. None for a built-in function that only
+    the servers' environment can import (`server.python`)."""
     source: FunctionSource | None
     """Reward source of the function; None for the function of an evaluation suite."""
+    python: str | None = None
+    """Python interpreter of the servers, which call the function of a reward source; None means the
+    interpreter of this process."""
 
     @property
     def has_steps(self) -> bool:
@@ -114,9 +122,14 @@ def _load_functions(config: Config, stack: contextlib.ExitStack) -> list[_Loaded
         if isinstance(source, FunctionSource):
             key = f"{source.key}.function"
             timeout_s = min(source.function_timeout_s, TRIAL_TIMEOUT_S)
+            python = config.server.python
+            # The check of the servers' environment covers the packages of built-in functions.
+            if python is not None and is_built_in_function(source.function):
+                functions.append(_LoadedFunction(key, source.function, None, source, python))
+                continue
             resolve = resolve_step_scorer if source.step_rewards else resolve_scorer
-            scorer = resolve(source.function, key, timeout_s)
-            functions.append(_LoadedFunction(key, source.function, scorer, source))
+            scorer = resolve(source.function, key, timeout_s, python)
+            functions.append(_LoadedFunction(key, source.function, scorer, source, python))
     for suite in parse_evaluation_suites(config):
         name = suite.settings.function
         if name is not None:
@@ -319,7 +332,7 @@ def _check_answers(function: _LoadedFunction, prompts: Iterable[PromptFields]) -
         return []
     if function.name not in CHECKED_VERIFIERS:
         return []
-    return check_answers(function.name, setting_text, records)
+    return check_answers(function.name, setting_text, records, function.python)
 
 
 def _check_judge_fields(judges: Sequence[JudgeSource], prompts: Iterable[PromptFields]) -> None:

@@ -91,6 +91,8 @@ def build_local_settings(config: Config) -> Values:
         "cluster.heartbeat_timeout_s": max(cluster.heartbeat_timeout_s, _MIN_TIMEOUT_S),
         "cluster.stop_timeout_s": stop_s,
         "server.start_timeout_s": start_s,  # also the timeout of the preparation
+        # An interpreter on the nodes of a cluster need not exist on this machine.
+        "server.python": server.python if cluster.kind == "local" else None,
         "server.interface": "127.0.0.1",
         "server.tls": TLSConfig(),
         "server.health_timeout_s": health_s,

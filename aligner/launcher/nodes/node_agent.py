@@ -190,7 +190,7 @@ class _Agent:
         """Start ranks of a role on this node."""
         paths = get_run_paths(self._config)
         role = message["role"]
-        command = build_role_command(role, paths.config)
+        command = build_role_command(role, self._config)
         placement = place_ranks(self._config, self._layout, role).placement
         shared_environment = {
             **message["environment"],

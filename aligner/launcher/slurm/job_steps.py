@@ -470,7 +470,7 @@ def plan_step(
 
     # In a container, use the image's own installation of aligner.
     program = None if get_container_image(config, role) is None else ("aligner",)
-    command = build_role_command(role, get_run_paths(config).config, program)
+    command = build_role_command(role, config, program)
     return PlannedStep(
         ranks,
         nodes,
