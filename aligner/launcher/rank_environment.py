@@ -263,11 +263,9 @@ def build_role_command(
     """
     program = program or (sys.executable, "-m", "aligner")
     actions = {"prepare": ("prepare",), "trainer": ("train",)}
-    action = actions.get(role)
-    if action is None:
-        action = ("serve", f"role={role}")
-        if config.server.python is not None:
-            program = (config.server.python, "-m", "aligner")
+    action = actions.get(role, ("serve", f"role={role}"))
+    if role not in actions and config.server.python is not None:
+        program = (config.server.python, "-m", "aligner")
     return (*program, *action, "--config", str(get_run_paths(config).config))
 
 

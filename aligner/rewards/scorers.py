@@ -393,9 +393,7 @@ def resolve_step_scorer(
     if location is None:
         raise ConfigError(f"{key}={name}: step rewards require a function given as module:callable")
     try:
-        return _start_user_function(
-            *location, key, timeout_s, python, wrapper="call_step_function"
-        )
+        return _start_user_function(*location, key, timeout_s, python, wrapper="call_step_function")
     except AlignerError as error:
         raise ConfigError(
             f"{key}={name}: {error}; the module must be importable from the working directory or"

@@ -33,14 +33,15 @@ from aligner.observability.log_files import LogLimit
 
 root = Path(sys.argv[1])
 file, report = root / "config.yaml", root / "report.json"
-save_config(compose_config(["experiment=tiny_ppo", f"run.dir={root}", "algorithm.loss=probe:loss"]), file)
+config = compose_config(["experiment=tiny_ppo", f"run.dir={root}", "algorithm.loss=probe:loss"])
+save_config(config, file)
 facts = []
 
 
 def rank_of(number, role="prepare"):
     report.unlink(missing_ok=True)
     environment = {"RANK": str(number), "REPORT": str(report)}
-    command = build_role_command("prepare", file)  # the probe runs in `prepare` for every role
+    command = build_role_command("prepare", config)  # the probe runs in `prepare` for every role
     rank = processes.spawn(role, number, command, environment, root / f"rank-{number}.log")
     while not report.exists() and rank.poll():
         time.sleep(0.02)

@@ -139,16 +139,6 @@ def test_torch_of_generator_must_be_the_trainers(elsewhere: Path) -> None:
     )
 
 
-def test_run_without_servers_ignores_their_interpreter(tmp_path: Path) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"prompt": "a", "response": "b"}\n')
-    overrides = ("algorithm=sft", f"data.path={data}", "model=tiny")
-
-    config = compose_config([*overrides, "server.python=/absent", f"run.dir={tmp_path / 'run'}"])
-
-    assert list(find_environment_problems(config)) == []
-
-
 def test_only_servers_run_with_the_servers_interpreter(tmp_path: Path) -> None:
     config = make_config(tmp_path, "/servers/bin/python")
     file = str(tmp_path / "run" / "config.yaml")
@@ -168,5 +158,7 @@ def test_only_servers_run_with_the_servers_interpreter(tmp_path: Path) -> None:
 def test_rank_of_other_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VERSION, "0.1.0")
 
-    with pytest.raises(ConfigError, match=rf"aligner {__version__} is installed in this .* 0\.1\.0"):
+    with pytest.raises(
+        ConfigError, match=rf"aligner {__version__} is installed in this .* 0\.1\.0"
+    ):
         adopt_environment()

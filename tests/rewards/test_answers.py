@@ -150,7 +150,7 @@ def test_unparsable_gold_answers_are_reported():
 
 
 def test_plain_gold_answers_need_no_child_process(monkeypatch):
-    monkeypatch.setattr(verifiers, "MathChecker", lambda: _NoChild())
+    monkeypatch.setattr(verifiers, "MathChecker", lambda **options: _NoChild())
     records = [("1", {"answer": answer}) for answer in ("12", "1/2", "Tuesday", "(B)", "12:30", 7)]
     assert check_answers("math", "reward.function=math", records) == []
 

@@ -17,12 +17,12 @@ ONE_RANK = ("run.steps=2", "actor.parallel.data=1", "checkpoint.every=0")
 SCORER = """
 import sys
 
-def score(prompt, response):
+def score(requests):
     # The module is installed only in the servers' environment, like PyTriton.
     import pytriton
 
     print("scored by", sys.prefix, flush=True)
-    return float(len(response) % 3)
+    return [float(len(request.response) % 3) for request in requests]
 """
 
 
