@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.megatron import families, test_families
@@ -54,3 +58,16 @@ def test_rows_are_chosen_until_all_features_are_covered():
     rows = covering("abcd", "d", features.get)
     assert rows[:2] == [slow("a"), slow("b")] and rows[3] == "d"
     assert {mark.name for mark in rows[2].marks} == {"slow", "families"}
+
+
+@pytest.mark.parametrize(("end", "outcomes"), [("1", "1 skipped"), ("9e12", "1 passed")])
+def test_tests_after_the_end_of_the_round_are_skipped(end, outcomes):
+    test = "tests/test_exit_codes.py::test_child_killed_by_signal_has_exit_code_137"
+    printed = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", test],
+        env={**os.environ, "ALIGNER_TESTS_END": end},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert outcomes in printed, printed

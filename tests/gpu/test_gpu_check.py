@@ -55,6 +55,7 @@ def test_timed_out_check_reports_its_output(
 
 @pytest.mark.promise("gpu-check-without-gpu")
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_checks_pass_on_cpu_and_passed_checks_are_not_rerun(tmp_path: Path) -> None:
     output = tmp_path / "results.jsonl"
     code, outcomes = run_checks(output, ALIGNER_DEVICE="cpu")
