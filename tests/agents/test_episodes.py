@@ -30,7 +30,7 @@ from tests.data.tokenizer_kinds import KINDS, write_kind
 from tests.engines.engines import load_directory
 from tests.megatron import families
 from tests.megatron.reference import save_llama
-from tests.rounds import bounds_seconds
+from tests.rounds import bounds_seconds, slow
 
 TURN_END = "]"
 
@@ -280,7 +280,7 @@ def assert_equal(one: Sample, other: Sample) -> None:
 
 
 @pytest.mark.promise("episodes-equal-on-every-placement")
-@pytest.mark.parametrize("parts", [(1,), (4,), (9,), (2, 3, 2, 30)], ids=str)
+@pytest.mark.parametrize("parts", [slow((1,)), slow((4,)), slow((9,)), (2, 3, 2, 30)], ids=str)
 @pytest.mark.parametrize(("target", "turn_tokens"), [("Teller", 5), ("Quiet", 3)])
 def test_transferred_episode_continues_unchanged(model, target, turn_tokens, parts):
     settings, target = {"max_turn_tokens": turn_tokens}, f"tests.agents.teller:{target}"

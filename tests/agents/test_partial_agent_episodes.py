@@ -31,6 +31,7 @@ from aligner.servers.wire_protocol import responses_from_tensors
 from tests.agents.calling_model import saved
 from tests.agents.test_agents import CONTEXT, agent, episodes
 from tests.engines.engines import load_directory
+from tests.rounds import slow
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +130,7 @@ def assert_equal(one: Sample, other: Sample) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "parts"), [("looks", [25, 40]), ("branches", [100, 120]), ("looks", [1])]
+    ("name", "parts"), [("looks", [25, 40]), slow("branches", [100, 120]), slow("looks", [1])]
 )
 def test_interrupted_agents_generate_the_same_tokens(model, name, parts):
     tasks = [{}, {}, {}]

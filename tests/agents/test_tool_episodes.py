@@ -25,6 +25,7 @@ from aligner.schema import DataConfig
 from aligner.schema.environment import EnvironmentConfig
 from tests.agents.scripted import Scripted
 from tests.data.chat_models import chat_model
+from tests.rounds import typical
 
 SAMPLES = "tests.agents.tool_samples"
 SERVER = shlex.join(["env", f"PYTHONPATH={Path.cwd()}", sys.executable, "-m", SAMPLES])
@@ -111,7 +112,7 @@ TOOLS = {
 }
 
 
-@pytest.mark.parametrize("template", FORMS)
+@pytest.mark.parametrize("template", typical(FORMS, ["qwen"]))
 @pytest.mark.parametrize("kind", ["function", "server", python])
 def test_tool_call_and_result_use_chat_template_format(tmp_path, template, kind):
     given, call = TOOLS[kind]

@@ -17,6 +17,7 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.schema import EngineConfig
 from benchmarks.runs import Launch
 from tests.engines import engines
+from tests.rounds import slow
 
 pytest.importorskip("transformers")
 KIND = "aligner_examples.transformers_engine:TransformersEngine"
@@ -96,7 +97,7 @@ def test_check_reports_missing_engine_class(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("placement", ["colocated", "server"])
+@pytest.mark.parametrize("placement", ["colocated", slow("server")])
 def test_run_trains_with_own_engine(tmp_path: Path, placement: str) -> None:
     overrides = (
         f"engine.kind={KIND}",

@@ -138,10 +138,11 @@ def layouts(family: str) -> Iterable[str]:
 
 
 Errors = dict[tuple[str, str], float]
-TYPICAL = ("TP2xPP2", "TP2+SPxEP2")
 FIRST = [
     ("gpt-oss", "CP2xEP2"),
-    *((family, name) for family in CONFIGS if family not in VARIANTS for name in TYPICAL),
+    *((family, "TP2xPP2") for family in ("llama3", "gpt2", "pythia", "gemma3", "glm4", "phi3")),
+    ("qwen3_5", "TP2xPP2"),
+    *((family, "TP2+SPxEP2") for family in ("qwen3_moe", "deepseek_v3", "glm4_moe")),
 ]
 """Families and layouts that the first round of tests runs."""
 ALL_CELLS = [

@@ -62,9 +62,9 @@ LORA = {"lora": {"rank": 4, "alpha": 6.0}}
         slow("llama3", at(tensor=2, sequence=True), ZERO),
         ("llama3", at(True, pipeline=2, virtual_pipeline=2, data=2), at(True, context=2)),
         slow("gpt2", ZERO, at(tensor=2)),
-        ("llama3", at(pipeline=3), at(pipeline=2, stage_layers=[3, 1])),
+        slow("llama3", at(pipeline=3), at(pipeline=2, stage_layers=[3, 1])),
         # Two of the four tensor ranks have a copy of each KV head.
-        ("qwen2", at(True, tensor=4, data=2), at(pipeline=2)),
+        slow("qwen2", at(True, tensor=4, data=2), at(pipeline=2)),
         slow("olmo2", ZERO, at(True, tensor=4, sequence=True)),
         slow("llama3", at(kind="muon", tensor=4, **LORA), at(kind="muon", tensor=2, **LORA)),
         slow("mixtral", at(True, data=4, expert=2), at(pipeline=2)),
@@ -72,8 +72,8 @@ LORA = {"lora": {"rank": 4, "alpha": 6.0}}
         ("glm4_moe", at(True, data=2, expert=2), at(pipeline=2)),
         slow("glm4_moe", at(kind="muon", pipeline=2), at(kind="muon", data=2)),
         slow("qwen3_moe-dense", at(True, pipeline=2, data=2, expert=2), at(data=2)),
-        ("llama2", at(pipeline=2, **FROZEN), {**ZERO, **FROZEN}),
-        ("llama3", at(tensor=2, **LORA), {**ZERO, **LORA}),
+        slow("llama2", at(pipeline=2, **FROZEN), {**ZERO, **FROZEN}),
+        slow("llama3", at(tensor=2, **LORA), {**ZERO, **LORA}),
         ("llama3", at(kind="muon", tensor=2), at(kind="muon", pipeline=2)),
         slow("llama3", at(kind="muon", data=2, **LORA), at(kind="muon", tensor=2, **LORA)),
         slow(

@@ -218,6 +218,7 @@ def run_convert(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_command_converts_in_both_directions(model, tmp_path):
     done = run_convert(model, tmp_path / "megatron", "--format", "torch_dist")
     assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "megatron")), done.stderr

@@ -11,7 +11,7 @@ import torch
 
 from tests.engines import engines
 from tests.engines.tensorrt_llm import contract, jobs
-from tests.rounds import slow
+from tests.rounds import slow, typical
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -69,7 +69,7 @@ def test_failed_weight_collection_names_rank_on_all_ranks(pool, directory):
     assert time.monotonic() - begin < 25
 
 
-@pytest.mark.parametrize("state", contract.WEIGHT_UPDATES)
+@pytest.mark.parametrize("state", typical(contract.WEIGHT_UPDATES, ["1.2", "1.4"]))
 def test_failed_worker_fails_update_on_all_ranks(pool, directory, state):
     version = state if state in contract.VERSIONS else "1.4"
     outcomes = pool.run(
