@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Iterator
 
-from aligner.checks.vllm_arguments import find_invalid_arguments, find_refused_arguments
+from aligner.checks import tensorrt_llm_arguments, vllm_arguments
 from aligner.errors import ConfigError
 from aligner.models.layouts import (
     cache_bytes_per_token,
@@ -82,8 +82,7 @@ def find_problems(
         yield from _find_cache_problems(config, model)
         if config.engine.kind == "vllm" and not uses_gpus(config):
             yield from _find_vllm_cpu_problems(config.engine, model)
-    if config.engine.kind == "vllm":
-        yield from find_refused_arguments(config.engine.vllm, on_gpus=uses_gpus(config))
+    yield from find_refused_arguments(config.engine, on_gpus=uses_gpus(config))
 
     # The nodes of a Slurm job may have other packages and devices than this machine.
     if config.cluster.kind == "local":
@@ -356,13 +355,12 @@ def _find_start_problems(config: Config) -> Iterator[str]:
 def find_engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[str]:
     """Yield a line for each reason why the engine cannot run a model on any machine."""
     layout = engine.parallel
-    sizes = {"vllm": (1, layout.tensor), "tensorrt_llm": (1,)}.get(engine.kind)
-    if sizes is not None and layout.expert not in sizes:
-        yield (
-            f"engine.parallel.expert={layout.expert}: must be"
-            f" {' or '.join(map(str, sizes))} with engine.kind={engine.kind}; {_EMBEDDED_ADVICE}"
-        )
     if engine.kind == "vllm":
+        if layout.expert not in (1, layout.tensor):
+            yield (
+                f"engine.parallel.expert={layout.expert}: must be 1 or {layout.tensor} with"
+                f" engine.kind=vllm; {_EMBEDDED_ADVICE}"
+            )
         if shape.delta_net is not None:
             yield (
                 "engine.kind=vllm: does not support gated delta nets, which vLLM 0.32 computes on"
@@ -466,6 +464,14 @@ def _find_vllm_part_problems(shape: ModelShape) -> Iterator[str]:
         )
 
 
+def find_refused_arguments(engine: EngineConfig, *, on_gpus: bool) -> Iterator[str]:
+    """Yield a line for each argument that aligner does not pass on to vLLM or TensorRT-LLM."""
+    if engine.kind == "vllm":
+        yield from vllm_arguments.find_refused_arguments(engine.vllm, on_gpus=on_gpus)
+    if engine.kind == "tensorrt_llm":
+        yield from tensorrt_llm_arguments.find_refused_arguments(engine.tensorrt_llm)
+
+
 def find_engine_machine_problems(
     engine: EngineConfig, architecture: str | None = None
 ) -> Iterator[str]:
@@ -486,7 +492,7 @@ def find_engine_machine_problems(
                     "engine.kind=vllm: the installed vLLM does not support the architecture"
                     f" {architecture}; {_EMBEDDED_ADVICE}"
                 )
-            yield from find_invalid_arguments(engine.vllm)
+            yield from vllm_arguments.find_invalid_arguments(engine.vllm)
         except ConfigError as error:
             yield str(error)
         if engine.sleep and not has_gpu():
@@ -509,5 +515,9 @@ def find_engine_machine_problems(
             " installed here; run in a TensorRT-LLM release image with ray installed"
             f" (docs/tensorrt_llm.md), or {_EMBEDDED_ADVICE}"
         )
+    try:
+        yield from tensorrt_llm_arguments.find_invalid_arguments(engine.tensorrt_llm)
+    except ConfigError as error:
+        yield str(error)
     if not has_gpu():
         yield f"{prefix}: requires a GPU, but this machine has none; {_EMBEDDED_ADVICE}"

@@ -7,9 +7,9 @@ arguments are compared with those of the installed vLLM.
 import ast
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from aligner.checks.refused_arguments import Refusal, find_refusals
 from aligner.checks.source_types import (
     SourceModule,
     SourcePackage,
@@ -56,110 +56,91 @@ _VARIABLES_SET_BY_KEYS: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class _Refusal:
-    """Arguments or environment variables that are refused for the same reason."""
-
-    names: str
-    """Names, separated by spaces; a name that ends in `*` stands for all names that begin so."""
-    reason: str
-    """Reason, as a clause after "because"."""
-    advice: str = ""
-    """Keys of aligner for the same purpose, as an imperative; empty if there are none."""
-
-    def matches(self, name: str) -> bool:
-        """Return whether the refusal is about an argument."""
-        return any(
-            name.startswith(each[:-1]) if each.endswith("*") else name == each
-            for each in self.names.split()
-        )
-
-
 _REFUSALS = (
-    _Refusal(
+    Refusal(
         "load_format model_weights model_loader_extra_config ignore_patterns download_dir"
         " safetensors_* pt_load_map_location use_tqdm_on_load",
         "vLLM reads no weights from files; they arrive by weight sync",
     ),
-    _Refusal(
+    Refusal(
         "weight_transfer_config worker_cls worker_extension_cls",
         "a weight sync requires aligner's own extension of vLLM's workers",
     ),
-    _Refusal(
+    Refusal(
         "quantization quantization_config allow_deprecated_quantization",
         "a weight sync cannot load the trainer's weights into quantized layers",
     ),
-    _Refusal(
+    Refusal(
         "cpu_offload_* offload_*",
         "a weight sync cannot load weights that vLLM keeps outside the device's memory",
     ),
-    _Refusal(
+    Refusal(
         "enable_lora max_loras max_lora_rank max_cpu_loras lora_* default_mm_loras"
         " fully_sharded_loras enable_tower_connector_lora specialize_active_lora"
         " enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels",
         "a weight sync sends weights with the adapter merged",
         "set actor.lora.rank",
     ),
-    _Refusal(
+    Refusal(
         "hf_overrides model_class_overrides model_impl disable_sliding_window",
         "the engine would compute another model than the trainer, or have weights with other names",
         "change the model's config.json in model.path",
     ),
-    _Refusal(
+    Refusal(
         "kv_cache_dtype kv_cache_dtype_skip_layers",
         "another precision of the KV cache changes the log-probs of all tokens",
         "set engine.kv_cache_mib to save memory",
     ),
-    _Refusal(
+    Refusal(
         "logprobs_mode max_logprobs",
         "aligner computes the log-probs in vLLM's workers, at the sampling temperature and for any"
         " number of tokens",
     ),
-    _Refusal(
+    Refusal(
         "logits_processors generation_config override_generation_config watermark_config"
         " diffusion_config",
         "vLLM would sample from another distribution than that of the log-probs",
         "set rollout.temperature, rollout.top_k, rollout.top_p or rollout.min_p",
     ),
-    _Refusal(
+    Refusal(
         "speculative_config spec_method spec_model spec_tokens enable_batch_sharded_sampling",
         "the log-probs of this sampler of vLLM are not those at the sampling temperature",
         "for speculative decoding, set engine=embedded and engine.speculation.tokens",
     ),
-    _Refusal(
+    Refusal(
         "kv_sharing_fast_prefill",
         "vLLM would return wrong log-probs for the tokens of prompts",
     ),
-    _Refusal(
+    Refusal(
         "kv_transfer_config kv_offloading_size kv_offloading_backend ec_transfer_config",
         "a KV cache outside the engine would survive a weight sync",
     ),
-    _Refusal(
+    Refusal(
         "enable_return_routed_experts aux_output_config return_sampling_mask",
         "aligner does not read this output of vLLM",
         "use engine=embedded for algorithm.routing_replay and rollout.renormalize",
     ),
-    _Refusal(
+    Refusal(
         "tokenizer tokenizer_* skip_tokenizer_init tokens_only enable_prompt_embeds",
         "aligner exchanges token ids with vLLM, which loads no tokenizer",
         "set model.path",
     ),
-    _Refusal(
+    Refusal(
         "runner convert pooler_config",
         "aligner uses vLLM only to generate tokens and to score them",
     ),
-    _Refusal(
+    Refusal(
         "max_num_queued_*",
         "vLLM would reject requests that aligner has queued",
         "set engine.batch_size",
     ),
-    _Refusal(
+    Refusal(
         "enable_ep_weight_filter enable_elastic_ep elastic_ep_* enable_eplb eplb_config"
         " expert_placement_strategy",
         "a weight sync sends each worker consecutive experts",
         "set engine.parallel.expert",
     ),
-    _Refusal(
+    Refusal(
         "pipeline_parallel_size prefill_context_parallel_size data_parallel_* device_ids"
         " distributed_executor_backend master_addr master_port nnodes node_rank"
         " ray_workers_use_nsight",
@@ -169,31 +150,31 @@ _REFUSALS = (
 )
 # Arguments that are refused if vLLM runs on CPUs.
 _CPU_REFUSALS = (
-    _Refusal(
+    Refusal(
         "enable_chunked_prefill long_prefill_token_threshold*",
         "vLLM 0.32 on CPUs cannot divide the prefill of a request with a seed",
     ),
-    _Refusal(
+    Refusal(
         "attention_backend attention_config",
         "aligner selects the attention of vLLM on CPUs that computes in float32",
     ),
 )
 _VARIABLE_REFUSALS = (
-    _Refusal(
+    Refusal(
         "CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES RANK LOCAL_RANK WORLD_SIZE"
         " LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT VLLM_DP_* VLLM_RAY_* VLLM_PP_LAYER_PARTITION",
         "aligner starts one worker of vLLM for each rank of a replica, on the rank's device",
         "set engine.parallel",
     ),
-    _Refusal(
+    Refusal(
         "VLLM_WORKER_MULTIPROC_METHOD VLLM_ENABLE_V1_MULTIPROCESSING",
         "aligner must be able to stop all processes of vLLM, so that they are started in one way",
     ),
-    _Refusal(
+    Refusal(
         "VLLM_USE_V2_MODEL_RUNNER",
         "aligner computes the log-probs in the sampler of vLLM's first model runner",
     ),
-    _Refusal(
+    Refusal(
         "VLLM_TEST_FORCE_LOAD_FORMAT HF_HUB_OFFLINE",
         "vLLM reads only the model's config.json; the weights arrive by weight sync",
     ),
@@ -208,10 +189,10 @@ def find_refused_arguments(settings: VLLMConfig, *, on_gpus: bool) -> Iterator[s
         on_gpus: Whether vLLM runs on GPUs.
     """
     refusals = _REFUSALS if on_gpus else (*_REFUSALS, *_CPU_REFUSALS)
-    for name in settings.args:
-        yield from _find_refusal(f"{_ARGS}.{name}", name, _SET_BY_KEYS, refusals)
+    yield from find_refusals(_ARGS, settings.args, _SET_BY_KEYS, refusals).values()
+    variables = find_refusals(_ENV, settings.env, _VARIABLES_SET_BY_KEYS, _VARIABLE_REFUSALS)
+    yield from variables.values()
     for name in settings.env:
-        yield from _find_refusal(f"{_ENV}.{name}", name, _VARIABLES_SET_BY_KEYS, _VARIABLE_REFUSALS)
         if not _VARIABLE_NAME.fullmatch(name):
             yield f"{_ENV}.{name}: is not the name of an environment variable"
 
@@ -234,11 +215,8 @@ def find_invalid_arguments(settings: VLLMConfig) -> Iterator[str]:
         if arguments is None:
             raise _make_layout_error(_ARGS, release, _ARGUMENTS_CLASS)
         # `find_refused_arguments` has a line about each refused argument.
-        accepted = {
-            name: value
-            for name, value in settings.args.items()
-            if not any(_find_refusal("", name, _SET_BY_KEYS, _REFUSALS))
-        }
+        refused = find_refusals(_ARGS, settings.args, _SET_BY_KEYS, _REFUSALS)
+        accepted = {name: value for name, value in settings.args.items() if name not in refused}
         yield from find_field_problems(arguments, _ARGS, accepted, release)
     if settings.env:
         yield from _find_variable_problems(package, settings.env, release)
@@ -250,27 +228,6 @@ def format_environment(settings: VLLMConfig) -> dict[str, str]:
         name: str(int(value)) if isinstance(value, bool) else str(value)
         for name, value in settings.env.items()
     }
-
-
-def _find_refusal(
-    key: str, name: str, keys: Mapping[str, str], refusals: tuple[_Refusal, ...]
-) -> Iterator[str]:
-    """Yield a line if an argument is refused.
-
-    Args:
-        key: Dotted key of the argument.
-        name: Name of the argument.
-        keys: Keys of aligner by the names of the arguments that aligner sets from them.
-        refusals: Other refused arguments.
-    """
-    if name in keys:
-        yield f"{key}: is refused, because aligner sets it; set {keys[name]}"
-        return
-    for refusal in refusals:
-        if refusal.matches(name):
-            advice = f"; {refusal.advice}" if refusal.advice else ""
-            yield f"{key}: is refused, because {refusal.reason}{advice}"
-            return
 
 
 def _find_variable_problems(

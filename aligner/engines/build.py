@@ -4,7 +4,7 @@ The modules of an engine are imported only when that engine is built.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.checks.engine import find_engine_kind_problems, find_engine_machine_problems
-from aligner.checks.vllm_arguments import find_refused_arguments
+from aligner.checks.engine import (
+    find_engine_kind_problems,
+    find_engine_machine_problems,
+    find_refused_arguments,
+)
 from aligner.engines.engine_protocol import GenerationEngine, SpanListener
 from aligner.errors import ConfigError
 from aligner.models.shape import ModelShape
@@ -62,7 +65,7 @@ def build_engine(
     if problems := [
         *find_engine_kind_problems(settings, shape),
         *find_engine_machine_problems(settings),
-        *_find_refused_arguments(settings, torch.device(device)),
+        *find_refused_arguments(settings, on_gpus=torch.device(device).type == "cuda"),
     ]:
         raise ConfigError("\n".join(problems))
 
@@ -124,9 +127,3 @@ def _import_own_engine_class(settings: EngineConfig, module: str, name: str) -> 
                 f"engine.arguments.{argument}: {name} has no such argument; allowed: {allowed}"
             )
     return engine_class
-
-
-def _find_refused_arguments(settings: EngineConfig, device: torch.device) -> Iterator[str]:
-    """Yield a line for each refused argument of the engine that the configuration passes on."""
-    if settings.kind == "vllm":
-        yield from find_refused_arguments(settings.vllm, on_gpus=device.type == "cuda")

@@ -23,7 +23,7 @@ class EngineParallelConfig:
         "Expert-parallel size of the engine (EP'): number of groups of tensor-parallel ranks that"
         " the experts are distributed over. The ranks of a group split each of their experts; with"
         " the value of `tensor`, each rank has whole experts. vLLM supports only 1 and the value of"
-        " `tensor`, and TensorRT-LLM only 1.",
+        " `tensor`.",
         minimum=1,
     )
 
@@ -66,6 +66,12 @@ class TensorRTLLMConfig:
         "Timeout in seconds for startup, for the release of memory, and for the next token of"
         " any response. The run fails after a timeout.",
         minimum=1,
+    )
+    args: dict[str, Any] = option(
+        {},
+        "Further keyword arguments of TensorRT-LLM's `AsyncLLM`. aligner checks their names, types"
+        " and allowed values against the installed TensorRT-LLM, and refuses arguments that it sets"
+        " itself or with which weight sync, log-probs or placement would fail.",
     )
 
 

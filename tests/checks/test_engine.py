@@ -98,10 +98,6 @@ def test_tensorrt_llm_accepts_supported_models() -> None:
             "engine.parallel.tensor=2: must divide the model's",
         ),
         (
-            {"shape": EXPERTS, "parallel": EngineParallelConfig(tensor=2, expert=2)},
-            "engine.parallel.expert=2: must be 1 with engine.kind=tensorrt_llm",
-        ),
-        (
             {"shape": dataclasses.replace(DENSE, family="gpt2")},
             "does not support the model family gpt2; supported: llama,",
         ),

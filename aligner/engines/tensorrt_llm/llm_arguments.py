@@ -313,6 +313,10 @@ def build_llm_arguments(
         arguments["sampler_type"] = "TRTLLMSampler"
     if settings.sleep:
         arguments |= build_sleep_arguments(accepted_keywords)
+    if settings.parallel.expert > 1:
+        arguments["moe_expert_parallel_size"] = settings.parallel.expert
+        arguments["moe_tensor_parallel_size"] = settings.parallel.expert_tensor_size
+    arguments |= settings.tensorrt_llm.args
     return select_accepted(
         "AsyncLLM", arguments, accepted_keywords, optional_keywords=_OPTIONAL_KEYWORDS
     )

@@ -197,6 +197,7 @@ SYMBOLS: Final = (
             Parameter("sampler_type", UNCOMPARED, versions=("1.2", "1.3")),
             *_all(enable_chunked_prefill=UNCOMPARED, stream_interval=1),
             *_all(ray_worker_extension_cls=UNCOMPARED),
+            *_all(moe_tensor_parallel_size=None, moe_expert_parallel_size=None),
             Parameter("enable_sleep", False, versions=("1.2",)),
             Parameter("sleep_config", None, versions=_SINCE_1_3),
         ),

@@ -27,7 +27,7 @@ from aligner.engines.tensorrt_llm.llm_client import (
 )
 from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
 from aligner.errors import AlignerError, ConfigError
-from aligner.schema import EngineConfig, TensorRTLLMConfig
+from aligner.schema import EngineConfig, EngineParallelConfig, TensorRTLLMConfig
 from tests.engines import engines
 from tests.engines.engines import generate, greedy, prompts, publish, requests, response, write
 from tests.engines.tensorrt_llm import contract
@@ -86,6 +86,34 @@ def test_trainer_cache_is_emptied_before_engine_resumes(release, directory, monk
     engine.wake()
     publish(engine, directory, 1)
     assert order == ["give back", "resume"] * 2, "for the model, then for keys and values"
+
+
+@pytest.mark.promise("tensorrt-llm-arguments-are-checked")
+def test_passed_arguments_reach_tensorrt_llm(newest, directory):
+    passed = {"trust_remote_code": True}
+    settings = dataclasses.replace(
+        engines.SETTINGS,
+        tensorrt_llm=dataclasses.replace(engines.SETTINGS.tensorrt_llm, args=passed),
+    )
+    _, llm = start(directory, settings)
+    assert llm.arguments["trust_remote_code"] is True
+
+
+@pytest.mark.parametrize(("expert", "sizes"), [(1, (None, None)), (2, (2, 2)), (4, (4, 1))])
+def test_expert_parallelism_divides_the_tensor_ranks(newest, directory, expert, sizes):
+    keywords = llm_arguments.get_llm_keywords()
+    arguments = llm_arguments.build_llm_arguments(
+        keywords,
+        llm_arguments.get_sampling_keywords(),
+        directory,
+        engines.shape_of(directory),
+        dataclasses.replace(
+            engines.SETTINGS, parallel=EngineParallelConfig(tensor=4, expert=expert)
+        ),
+        torch.bfloat16,
+    )
+    names = ("moe_expert_parallel_size", "moe_tensor_parallel_size")
+    assert tuple(arguments.get(name) for name in names) == sizes
 
 
 def test_llm_arguments_match_release(release, directory, wanted):
