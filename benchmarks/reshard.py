@@ -11,6 +11,8 @@ those of the slowest rank, as the median over `--repeats`.
 - `peak_extra_bytes`: largest increase of a rank's resident memory during a weight sync, measured
   with the kernel's high-water mark.
 - `staging_bytes`: size of the buffers that the publisher reports.
+- `verify_s`: duration of the comparison of checksums in the last verified weight sync; with
+  `--verify sync`, every weight sync is verified, and `publish_s` includes this duration.
 - `staged_bytes`: size of the second set of weights, which lets the engine serve the old version
   during a weight sync; it is allocated permanently.
 """
@@ -22,6 +24,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -42,7 +45,8 @@ from aligner.models.weight_slices import TensorSpec
 from aligner.resharding.publisher import Publisher
 from aligner.resharding.transfer_plan import TransferPlan, plan_resharding
 from aligner.resharding.transport import Link, slice_shape
-from aligner.resharding.verify import verify
+from aligner.resharding.verify import compute_checksums, compute_expected, find_different
+from aligner.resharding.weight_update import ExpectedSlice
 from aligner.schema import EngineParallelConfig, ParallelConfig
 from benchmarks.models import MODELS, shape_of
 
@@ -65,6 +69,7 @@ class Receiver:
         self.serving, self._written = (
             {name: torch.zeros(shape) for name, shape in shapes.items()} for _ in range(2)
         )
+        self._verified: Mapping[str, ExpectedSlice] = {}
 
     @property
     def staged_bytes(self) -> int:
@@ -84,6 +89,19 @@ class Receiver:
 
     def abort(self) -> None:
         """Do nothing: the update has not changed the current weights."""
+
+    def find_wrong_weights(self, expected: Mapping[str, ExpectedSlice]) -> Sequence[str]:
+        found = compute_checksums(self.serving, expected, torch.float32)
+        self._verified = {
+            name: replace(expected[name], checksum=value) for name, value in found.items()
+        }
+        return [name for name, each in expected.items() if found.get(name) != each.checksum]
+
+    def find_changed_weights(self) -> Sequence[str]:
+        return find_different(self.serving, self._verified, torch.float32)
+
+    def discard_weights(self, reason: str) -> None:
+        """Do nothing: the benchmark ends with the error."""
 
 
 class Plain:
@@ -226,10 +244,11 @@ def measure(rank: int, port: int, args: argparse.Namespace) -> None:
         read=shards.read if rank in plan.source else None,
         begin_update=receiver.begin_update if rank in plan.target else None,
         bucket_bytes=args.bucket_mib << 20,
-        verify_every=0,
+        held_weights=receiver if rank in plan.target else None,
+        verify=args.verify,
         copied_names=shards.copied,
     )
-    first = publisher.publish(0)  # verified, and warms up
+    stats = first = publisher.publish(0)  # verified, and warms up
     plain.run()
     publishing, moving, extra, staging = [], [], [], first.staging_bytes
     for version in range(1, args.repeats + 1):
@@ -243,13 +262,15 @@ def measure(rank: int, port: int, args: argparse.Namespace) -> None:
         staging = max(staging, stats.staging_bytes)
         publishing.append(most(link, stats.seconds))
     with link.agreement("the weights of the engine differ from those of the trainer"):
-        verify(plan, link, torch.float32, shards.read, receiver.serving)
+        expected = compute_expected(plan, link, torch.float32, shards.read)
+        if names := find_different(receiver.serving, expected, torch.float32):
+            raise AlignerError(", ".join(names))
     figures = {
         "peak_extra_bytes": int(most(link, max(extra))),
         "staging_bytes": int(most(link, staging)),
         "staged_bytes": int(most(link, receiver.staged_bytes)),
         "verified": True,
-        "verify_s": most(link, first.verify_seconds or 0.0),
+        "verify_s": most(link, stats.verify_seconds or first.verify_seconds or 0.0),
     }
     if rank == 0:
         moved = plan.itemsize * sum(transfer.numel for transfer in plan.transfers)
@@ -324,6 +345,12 @@ def main() -> None:
     )
     parser.add_argument(
         "--target", default="tp=2,dp=1", help="engine layout: sizes of tp and dp (tp=2,dp=1)"
+    )
+    parser.add_argument(
+        "--verify",
+        choices=("first", "sync"),
+        default="first",
+        help="weight syncs that are verified by checksums: the first, or each (first)",
     )
     parser.add_argument(
         "--model", choices=MODELS, default="llama_125m", help="model shape (llama_125m)"

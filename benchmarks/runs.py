@@ -241,8 +241,9 @@ def run_to_end(
 
 
 def repeatable(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Return metrics without those that measure time."""
-    timed = ("time/", "throughput/", "episode/environment_s", "episode/retries/")
+    """Return metrics without those that measure time, or that depend on the time at which a weight
+    sync is complete."""
+    timed = ("time/", "throughput/", "episode/environment_s", "episode/retries/", "verify/")
     return [
         {key: value for key, value in step.items() if not key.startswith(timed)} for step in metrics
     ]

@@ -188,7 +188,8 @@ class Publishing:
             begin_update=engine.begin_update,
             dtype=dtype,
             bucket_bytes=settings.bucket_mib << 20,
-            verify_every=0,
+            held_weights=None,
+            verify="never",
         )
 
     def publish(self) -> float:

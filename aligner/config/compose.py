@@ -72,7 +72,7 @@ from aligner.schema.keys import (
     get_schema_keys,
     get_value,
 )
-from aligner.schema.renamed import with_current_keys
+from aligner.schema.renamed import with_current_keys, without_removed_keys
 
 AUTOMATIC = "automatic"
 """Root file of a run without an experiment, and the experiment name of such a run."""
@@ -301,7 +301,7 @@ def _read_stored_values(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: the configuration must be a mapping of keys to values")
     try:
-        return with_current_keys(values)
+        return without_removed_keys(with_current_keys(values))
     except ConfigError as error:
         raise ConfigError(f"{path}: {_explain(error)}") from error
 

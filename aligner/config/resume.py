@@ -54,7 +54,7 @@ CHANGEABLE_KEYS: tuple[tuple[str, str], ...] = (
         (
             "engine.placement engine.update engine.batch_size engine.kv_cache_mib"
             " engine.cuda_graphs engine.packed_weights engine.steps_per_sync engine.sleep"
-            " engine.update_timeout_s engine.verify_every engine.bucket_mib engine.tensorrt_llm.*"
+            " engine.update_timeout_s engine.verify engine.bucket_mib engine.tensorrt_llm.*"
             " engine.vllm.* engine.speculation.* rollout.micro_batches"
         ),
         "affect how samples are generated, but not the samples; with rollout.spare_prompts,"

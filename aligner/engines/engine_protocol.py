@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,7 +29,8 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Completion, Grammar, Prompt, Sample
 from aligner.errors import AlignerError, UnsupportedError
 from aligner.models.shape import ModelShape
-from aligner.resharding.weight_update import WeightFormat, WeightUpdate
+from aligner.resharding.verify import compute_checksums, find_different
+from aligner.resharding.weight_update import ExpectedSlice, WeightFormat, WeightUpdate
 from aligner.schema import EngineConfig, EngineParallelConfig
 
 _log = logging.getLogger(__name__)
@@ -393,6 +394,10 @@ class GenerationEngine(ABC):
     that concern weights and memory are collective over the replica's tensor-parallel ranks.
     """
 
+    can_score = True
+    """Whether `score` is supported. Otherwise, `engine.verify` compares the log-probs of tokens
+    that the engine generates."""
+
     def __init__(
         self,
         shape: ModelShape,
@@ -416,6 +421,10 @@ class GenerationEngine(ABC):
         self._no_weights_reason = "no weight sync has completed yet"
         self._incoming_version: int | None = None
         """Version of the open update."""
+        self._verified_version: int | None = None
+        """Version of the weights that `find_wrong_weights` has checked last."""
+        self._verified_slices: Mapping[str, ExpectedSlice] = {}
+        """Checksums of the held weights at that check, by name."""
         self._is_asleep = False
         self._arrivals: list[EngineRequest] = []
         self._scoring_requests: list[ScoringRequest] = []
@@ -632,6 +641,54 @@ class GenerationEngine(ABC):
         that overwrites its weights has none from the first tensor on until the commit. Requests in
         flight finish on the old weights or continue on the new ones, as `engine.in_flight` says.
         Raises AlignerError if another update is open or the engine sleeps.
+        """
+
+    def held_weights(self) -> Mapping[str, Tensor]:
+        """Return this rank's slices of the weights by Hugging Face name: the parameters that the
+        engine computes with, or views of them, never copies.
+
+        `engine.verify` compares them with the trainer's weights. An engine that cannot return them
+        overrides `find_wrong_weights` and `find_changed_weights` instead.
+
+        Raises:
+            AlignerError: The engine does not define the method.
+        """
+        raise AlignerError(
+            f"{type(self).__name__} does not define held_weights, which engine.verify"
+            f"={self._settings.verify} requires: return the engine's parameters by their Hugging"
+            " Face names, or set engine.verify=never"
+        )
+
+    @property
+    def shared_names(self) -> Container[str]:
+        """Names of the weights whose memory belongs to the trainer, which changes them."""
+        return ()
+
+    def find_wrong_weights(self, expected: Mapping[str, ExpectedSlice]) -> Sequence[str]:
+        """Compare the held weights with the trainer's; see `HeldWeights.find_wrong_weights`."""
+        checksums = compute_checksums(self.held_weights(), expected, self.weight_format.dtype)
+        self._verified_version = self.version
+        self._verified_slices = {
+            name: replace(expected[name], checksum=checksum) for name, checksum in checksums.items()
+        }
+        return [name for name, each in expected.items() if checksums.get(name) != each.checksum]
+
+    def find_changed_weights(self) -> Sequence[str]:
+        """Compare the held weights with their last verification; see
+        `HeldWeights.find_changed_weights`."""
+        # The engine has no weights after a sleep or a failed update.
+        if self.version is None or self.version != self._verified_version:
+            return ()
+        shared_names = self.shared_names
+        own_slices = {
+            name: each for name, each in self._verified_slices.items() if name not in shared_names
+        }
+        return find_different(self.held_weights(), own_slices, self.weight_format.dtype)
+
+    def discard_weights(self, reason: str) -> None:  # noqa: B027  (optional)
+        """Refuse to generate with the current weights; see `HeldWeights.discard_weights`.
+
+        By default the method does nothing: the failed weight sync ends the run.
         """
 
     @abstractmethod

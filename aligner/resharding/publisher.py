@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -42,8 +42,20 @@ from aligner.resharding.transport import (
     slice_shape,
     source_rows,
 )
-from aligner.resharding.verify import open_store, verify
-from aligner.resharding.weight_update import PublishStats, WeightFormat, WeightUpdate
+from aligner.resharding.verify import (
+    compute_expected,
+    find_different,
+    open_store,
+    raise_if_different,
+)
+from aligner.resharding.weight_update import (
+    ExpectedSlice,
+    HeldWeights,
+    PublishStats,
+    WeightFormat,
+    WeightProbe,
+    WeightUpdate,
+)
 from aligner.schema import EngineConfig, ParallelConfig
 
 _log = logging.getLogger(__name__)
@@ -73,13 +85,15 @@ class Publisher:
         *,
         read: TensorReader | None,
         begin_update: Callable[[int], WeightUpdate] | None,
+        held_weights: HeldWeights | None,
         dtype: torch.dtype = torch.float32,
         bucket_bytes: int,
-        verify_every: int,
+        verify: str,
         group_bytes: int | None = None,
         copied_names: Container[str] = (),
         publish_mode: str = "whole",
         read_previous: TensorReader | None = None,
+        listener: Callable[[str, float, float], None] | None = None,
     ) -> None:
         """Create the publisher of one rank.
 
@@ -89,10 +103,11 @@ class Publisher:
             read: Reader of this rank's source slices; None on a rank without source slices.
             begin_update: Function that opens the update of this rank's engine to a version; None on
                 a rank without an engine.
+            held_weights: The weights that this rank's engine holds; None on a rank without an
+                engine, and with `verify` "never".
             dtype: Data type of the elements during the transfer, and of the engine's views.
             bucket_bytes: Maximum staging memory in bytes.
-            verify_every: Number of publishes between two verifications by checksums; 0 verifies
-                only the first.
+            verify: Value of `engine.verify`.
             group_bytes: Maximum bytes of the tensors that the engine receives at a time, equal on
                 all ranks; None if all views of the engine exist at the same time.
             copied_names: Names of the tensors of which `read` returns a copy instead of the
@@ -101,6 +116,8 @@ class Publisher:
             publish_mode: Value of `engine.publish`, "whole" or "changes".
             read_previous: Reader of this rank's source slices at the previous publish, in `dtype`.
                 "changes" needs it, and needs views that hold the weights of the previous publish.
+            listener: Function that is called after each part of the verification with `verify`, and
+                its start and end in seconds of `time.perf_counter`.
 
         Raises:
             AlignerError: If the arguments do not match the plan or the link.
@@ -114,6 +131,11 @@ class Publisher:
         if plan.target.get(rank) and begin_update is None:
             problems.append(
                 "the transfer plan requires this rank to receive weights, but it has no engine"
+            )
+        elif plan.target.get(rank) and held_weights is None and verify != "never":
+            problems.append(
+                f"engine.verify={verify} requires the weights that the engine holds, but this rank"
+                " has none"
             )
         if len(plan.labels) != link.size:
             problems.append(
@@ -138,13 +160,16 @@ class Publisher:
         self._read = _read_bits(read or _raise_no_weights, plan, dtype)
         self._copied_names = copied_names
         self._begin_update = begin_update
+        self._held_weights = held_weights
         self._group_bytes = group_bytes
-        self._verify_every = verify_every
+        self._verify = verify
+        self._listener = listener
         self._groups = [
             (group, plan_steps(group, rank, bucket_bytes))
             for group in plan.split_into_groups(group_bytes)
         ]
         self._publish_count = 0
+        self._verify_seconds = 0.0
 
     @classmethod
     def for_engine(
@@ -156,8 +181,10 @@ class Publisher:
         *,
         read: TensorReader | None = None,
         begin_update: Callable[[int], WeightUpdate] | None = None,
+        held_weights: HeldWeights | None = None,
         copied_names: Container[str] = (),
         read_previous: TensorReader | None = None,
+        listener: Callable[[str, float, float], None] | None = None,
     ) -> "Publisher":
         """Return a publisher to an engine with these settings and this weight format."""
         return cls(
@@ -165,30 +192,37 @@ class Publisher:
             link,
             read=read,
             begin_update=begin_update,
+            held_weights=held_weights,
             dtype=weight_format.dtype,
             bucket_bytes=settings.bucket_mib << 20,
-            verify_every=settings.verify_every,
+            verify=settings.verify,
             group_bytes=weight_format.group_bytes,
             copied_names=copied_names,
             publish_mode=settings.publish,
             read_previous=read_previous,
+            listener=listener,
         )
 
     @torch.no_grad()
     def publish(self, version: int) -> PublishStats:
         """Publish the weights as `version`. Collective.
 
-        The first publish and every `verify_every`-th publish after it are verified by checksums.
+        If the publish is verified (`engine.verify`), checksums show
+
+        - before the update, that the engine still holds the weights of the last verification;
+        - after the update, that the engine holds the weights of the trainer.
 
         Raises:
             AlignerError: On every rank, if a rank failed or did not answer. The error names these
                 ranks and the causes. The link is closed, and every engine has aborted its update.
-                Exception: if the failure was in the last step, in which the engines switch to the
-                new weights, only the engines that failed have aborted their update.
+                Exceptions: if the failure was in the step in which the engines switch to the new
+                weights, only the engines that failed have aborted their update; and if the engine
+                holds other weights than the trainer after this step, it refuses to generate with
+                them.
         """
         begin = time.perf_counter()
-        should_verify = self._publish_count == 0 or (
-            self._verify_every > 0 and self._publish_count % self._verify_every == 0
+        should_verify = self._verify == "sync" or (
+            self._verify == "first" and self._publish_count == 0
         )
         self._publish_count += 1
         failure = (
@@ -196,11 +230,15 @@ class Publisher:
         )
         update: WeightUpdate | None = None
         staging_bytes = 0
-        verify_seconds = 0.0
+        self._verify_seconds = 0.0
         read = CachedReader(self._read)
         sends_delta = self._publish_mode == "changes" and self.stats is not None
         moved_bytes = changed_elements = 0
+        expected: dict[str, ExpectedSlice] = {}
 
+        if should_verify:
+            with self._link.agreement(failure), self._timed_verification():
+                self._check_unchanged()
         with ExitStack() as undo:
             for group, steps in self._groups:
                 names = list(group.target.get(self._link.rank, ()))
@@ -226,9 +264,15 @@ class Publisher:
                     moved_bytes = moved_bytes + exchange.sent_bytes
                     changed_elements = changed_elements + (encoding.changed_elements or 0)
                     if should_verify:
-                        start = time.perf_counter()
-                        verify(group, self._link, self._dtype, read, views)
-                        verify_seconds += time.perf_counter() - start
+                        with self._timed_verification():
+                            group_expected = compute_expected(group, self._link, self._dtype, read)
+                            # The views of a group exist only until `load`.
+                            if self._group_bytes is not None:
+                                raise_if_different(
+                                    find_different(views, group_expected, self._dtype)
+                                )
+                            else:
+                                expected |= group_expected
                     if self._group_bytes is None and update is not None:
                         update.load(names)
                 if self._group_bytes is not None:
@@ -246,6 +290,8 @@ class Publisher:
                     update.commit()
                 # The update is committed: it must not be aborted any more.
                 undo.pop_all()
+        if should_verify:
+            self._check_held_weights(version, expected)
 
         remote_elements = sum(
             transfer.numel
@@ -254,9 +300,10 @@ class Publisher:
         )
         moved_bytes, changed_elements = totals.tolist()
         self.stats = PublishStats(
+            version=version,
             staging_bytes=staging_bytes,
             seconds=time.perf_counter() - begin,
-            verify_seconds=verify_seconds if should_verify else None,
+            verify_seconds=self._verify_seconds if should_verify else None,
             moved_bytes=moved_bytes,
             full_bytes=remote_elements * self._dtype.itemsize,
             changed_share=(
@@ -264,6 +311,47 @@ class Publisher:
             ),
         )
         return self.stats
+
+    @contextlib.contextmanager
+    def _timed_verification(self) -> Iterator[None]:
+        """Add the duration of the block to the verification of this publish."""
+        start = time.perf_counter()
+        yield
+        end = time.perf_counter()
+        self._verify_seconds += end - start
+        if self._listener is not None:
+            self._listener("verify", start, end)
+
+    def _check_unchanged(self) -> None:
+        """Raise AlignerError if weights that the engine holds have changed since the last
+        verification."""
+        if self._held_weights is None:
+            return
+        if names := self._held_weights.find_changed_weights():
+            raise AlignerError(
+                "the engine's weights have changed since the last weight sync, so that it may have"
+                f" generated with damaged weights: {', '.join(names)}"
+            )
+
+    def _check_held_weights(self, version: int, expected: Mapping[str, ExpectedSlice]) -> None:
+        """Compare the weights that the engine holds with the trainer's. Collective.
+
+        Args:
+            version: Version of the weights.
+            expected: The trainer's checksums of this rank's slices, by name.
+
+        Raises:
+            AlignerError: On every rank, if weights differ; the error names them and the ranks.
+        """
+        failure = f"the engine does not hold weight version {version} after its weight sync"
+        try:
+            with self._link.agreement(failure), self._timed_verification():
+                if self._held_weights is not None:
+                    raise_if_different(self._held_weights.find_wrong_weights(expected))
+        except AlignerError as error:
+            if self._held_weights is not None:
+                self._held_weights.discard_weights(str(error))
+            raise
 
     def abort(self, store: Store) -> None:
         """Let the current publish fail on every rank. See `Link.abort`."""
@@ -352,7 +440,8 @@ class GeneratorCalls:
     port of the store, and the link's generation."""
     receive: Callable[[int], Future[Any]]
     """Function that lets the generator's ranks receive the weights of a version, which the trainer
-    publishes at the same time."""
+    publishes at the same time. With `engine.verify`, the answer contains each replica's result of
+    the probe in `probe`, and its duration in `probe_seconds`."""
 
 
 class Snapshots:
@@ -468,6 +557,7 @@ class RemotePublisher:
         run_on_rank0_and_share: Callable[[Callable[[], Any]], Any],
         calls: GeneratorCalls | None,
         listener: Callable[[str, float, float], None] | None = None,
+        probe: WeightProbe | None = None,
     ) -> None:
         """Create the publisher of one trainer rank. Collective over the trainer's ranks.
 
@@ -484,8 +574,14 @@ class RemotePublisher:
             calls: Requests to the generator, on rank 0 only.
             listener: Function that is called after every transfer with the span's name, and its
                 start and end in seconds of `time.perf_counter`.
+            probe: Probe of the engine's log-probs; None with `engine.verify=never`.
         """
         self._plan = plan
+        self._probe = probe
+        self._probe_logprobs: dict[int, tuple[Tensor, float]] = {}
+        """The trainer's log-probs of the probe by weight version, and the seconds that they took.
+        """
+        self._has_probed = False
         self._rank = rank
         self._device = device
         self._format = weight_format
@@ -533,7 +629,22 @@ class RemotePublisher:
             return self._served_version
 
     def take_snapshot(self, version: int) -> None:
-        """Copy the current weights as `version`. Every rank of the trainer calls it."""
+        """Copy the current weights as `version`. Every rank of the trainer calls it.
+
+        With `engine.verify`, this method also computes the log-probs of the probe, because the
+        trainer does not have these weights any more when the engine has received them.
+        """
+        # Every rank must decide equally, so the decision does not depend on the served version,
+        # which only rank 0 knows.
+        is_probe_due = self._settings.verify == "sync" or not self._has_probed
+        if self._probe is not None and is_probe_due:
+            self._has_probed = True
+            start = time.perf_counter()
+            logprobs = self._probe.compute()
+            end = time.perf_counter()
+            self._probe_logprobs[version] = (logprobs, end - start)
+            if self._listener is not None:
+                self._listener("probe", start, end)
         self._snapshots.take(version)
 
     def publish(self, version: int) -> None:
@@ -614,10 +725,36 @@ class RemotePublisher:
         self._announce(version=version)
         receive_future = calls.receive(version)
         receive_future.add_done_callback(self._abort_if_failed)
-        _run_both(receive_future, lambda: self._execute_move(version=version))
+        answer = _run_both(receive_future, lambda: self._execute_move(version=version))
+        self._check_probe(version, answer)
         self._served_version = version
         if self._listener is not None:
             self._listener("publish", start, time.perf_counter())
+
+    def _check_probe(self, version: int, answer: Mapping[str, Any]) -> None:
+        """Compare the engine's log-probs of the probe with the trainer's. Rank 0 only.
+
+        Args:
+            version: Version of the weights.
+            answer: Answer of the generator to the request to receive this version.
+
+        Raises:
+            AlignerError: The log-probs differ by more than rounding.
+        """
+        # Engines that cannot score given tokens compute no probe.
+        if "probe" not in answer or self._probe is None or version not in self._probe_logprobs:
+            return
+        trainer_logprobs, trainer_seconds = self._probe_logprobs[version]
+        difference = self._probe.check(version, trainer_logprobs, answer["probe"])
+        if self.stats is not None:
+            self.stats = replace(
+                self.stats,
+                probe_seconds=trainer_seconds + answer["probe_seconds"],
+                probe_logprob_abs=difference,
+            )
+        # A restarted generator may need this version again, but no older one.
+        for old_version in [key for key in self._probe_logprobs if key < version]:
+            del self._probe_logprobs[old_version]
 
     def _abort_if_failed(self, receive_future: Future[Any]) -> None:
         """Abort the publish on the trainer's ranks if the generator has refused it or is lost, so
@@ -702,22 +839,25 @@ class RemotePublisher:
         )
 
 
-def _run_both(request: Future[Any], run_own_part: Callable[[], None]) -> None:
-    """Run this rank's part while a server executes its request, and wait for both.
+def _run_both(request: Future[Any], run_own_part: Callable[[], None]) -> Any:
+    """Run this rank's part while a server executes its request, wait for both, and return the
+    server's answer.
 
     Raises:
         UnansweredError: If one of the two failed because a request got no answer.
         AlignerError: If one of the two failed otherwise. The error contains the messages of both.
     """
     errors: list[AlignerError] = []
+    answer: Any = None
     for part in (run_own_part, request.result):
         try:
-            part()
+            answer = part()
         except AlignerError as error:
             errors.insert(0, error)
     if errors:
         kind = UnansweredError if any(map(_is_unanswered, errors)) else AlignerError
         raise kind("\n".join(map(str, errors))) from errors[0]
+    return answer
 
 
 def _is_unanswered(error: AlignerError) -> bool:
@@ -736,6 +876,7 @@ class WeightReceiver:
         weight_format: WeightFormat,
         settings: EngineConfig,
         begin_update: Callable[[int], WeightUpdate],
+        held_weights: HeldWeights,
     ) -> None:
         """Create the receiver of one generator rank.
 
@@ -747,6 +888,7 @@ class WeightReceiver:
             weight_format: The engine's weight format.
             settings: The configuration section `engine`.
             begin_update: Function that opens an update of the engine to a version.
+            held_weights: The weights that the engine holds.
         """
         self._plan = plan
         self._rank = rank
@@ -754,6 +896,7 @@ class WeightReceiver:
         self._format = weight_format
         self._settings = settings
         self._begin_update = begin_update
+        self._held_weights = held_weights
         self._publisher: Publisher | None = None
 
     def connect(self, host: str, port: int, generation: int) -> None:
@@ -781,7 +924,12 @@ class WeightReceiver:
             generation=generation,
         )
         self._publisher = Publisher.for_engine(
-            self._plan, link, self._settings, self._format, begin_update=self._begin_update
+            self._plan,
+            link,
+            self._settings,
+            self._format,
+            begin_update=self._begin_update,
+            held_weights=self._held_weights,
         )
 
     def receive(self, version: int) -> None:

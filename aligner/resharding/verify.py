@@ -1,6 +1,7 @@
 """Verification of a weight sync by checksums, and the key-value store through which ranks connect.
 
-- `verify` checks that every engine rank holds the trainer's weights, without gathering a tensor.
+- `compute_expected` computes the checksums of the trainer's weights for each engine rank, without
+  gathering a tensor; `find_different` compares an engine's tensors with them.
 - `world_store` and `open_store` return torch's key-value store on the one address at which the
   ranks reach it. torch's stores do not authenticate clients, let every client list their keys, and
   listen on every interface by default. docs/running.md describes the remaining risk.
@@ -12,7 +13,7 @@ import math
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -34,6 +35,7 @@ from aligner.resharding.transfer_plan import (
     split_at_boundaries,
 )
 from aligner.resharding.transport import Link, TensorReader, narrow_slice
+from aligner.resharding.weight_update import ExpectedSlice
 
 # setsockopt(2): attach a classic BPF program that filters the packets of a socket.
 _SO_ATTACH_FILTER = 26
@@ -271,14 +273,11 @@ def _source_sums(
 
 
 @torch.no_grad()
-def verify(
-    plan: TransferPlan,
-    link: Link,
-    dtype: torch.dtype,
-    read: TensorReader,
-    views: Mapping[str, Tensor],
-) -> None:
-    """Compare the engine's tensors with the source slices, bit by bit, by checksums. Collective.
+def compute_expected(
+    plan: TransferPlan, link: Link, dtype: torch.dtype, read: TensorReader
+) -> dict[str, ExpectedSlice]:
+    """Return the checksums of the trainer's weights for this rank's target slices, by name.
+    Collective.
 
     Only checksums are transferred between ranks.
 
@@ -287,42 +286,68 @@ def verify(
         link: The connection of the plan's ranks.
         dtype: Data type of the engine's tensors; source slices are converted to it.
         read: Reader of this rank's source slices.
-        views: The engine's tensors on this rank by name.
-
-    Raises:
-        AlignerError: On every rank, if tensors differ; the error names each tensor and the ranks on
-            which it differs.
     """
     ranges = _plan_ranges(plan)
     sums = _source_sums(plan, ranges, link, dtype, read)
     link.all_reduce(sums)
 
-    # The expected checksum of a target slice is the sum over the ranges that the slice covers.
-    expected: dict[str, Tensor] = {}
+    # The checksum of a target slice is the sum over the ranges that the slice covers.
+    totals: dict[str, Tensor] = {}
     own_slices = plan.target.get(link.rank, {})
     for index, checked in enumerate(ranges):
-        if checked.spec.name in own_slices:
-            low, high = extent(checked.spec, own_slices[checked.spec.name], checked.axis)
+        name = checked.spec.name
+        if name in own_slices:
+            low, high = extent(checked.spec, own_slices[name], checked.axis)
             if low <= checked.start and checked.stop <= high:
-                expected[checked.spec.name] = (
-                    expected.get(checked.spec.name, torch.zeros_like(sums[0])) + sums[index]
-                )
+                totals[name] = totals.get(name, torch.zeros_like(sums[0])) + sums[index]
 
-    differs = torch.zeros(len(plan.table), link.size, dtype=torch.int32, device=link.device)
-    for index, spec in enumerate(plan.table):
-        if spec.name in own_slices:
-            own_slice = own_slices[spec.name]
-            actual = checksum(views[spec.name], spec.shape, own_slice.axis, own_slice.start)
-            differs[index, link.rank] = (actual != expected[spec.name]).int()
-    link.all_reduce(differs)
-
-    problems = [
-        f"{spec.name} on"
-        f" {', '.join(link.labels[rank] for rank in row.nonzero().flatten().tolist())}"
-        for spec, row in zip(plan.table, differs.cpu(), strict=True)
-        if row.any()
-    ]
-    if problems:
-        raise AlignerError(
-            "the engine's weights differ from the trainer's:\n" + "\n".join(problems)
+    # One copy from the device for all checksums.
+    checksums = torch.stack([*totals.values()]).tolist() if totals else []
+    return {
+        name: ExpectedSlice(
+            plan.specs[name].shape, own_slices[name].axis, own_slices[name].start, checksum
         )
+        for name, checksum in zip(totals, checksums, strict=True)
+    }
+
+
+@torch.no_grad()
+def compute_checksums(
+    tensors: Mapping[str, Tensor], slices: Mapping[str, ExpectedSlice], dtype: torch.dtype
+) -> dict[str, int]:
+    """Return the checksums of an engine's tensors by name, without those that it does not have.
+
+    Args:
+        tensors: The engine's slices by name.
+        slices: The positions of the slices in the whole tensors, by name.
+        dtype: Data type of the transfer's elements. The bits of a tensor in float32 count as
+            several elements of a smaller type.
+    """
+    sums = {
+        name: checksum(tensors[name].view(dtype), each.shape, each.axis, each.start)
+        for name, each in slices.items()
+        if name in tensors
+    }
+    values = torch.stack([*sums.values()]).tolist() if sums else []
+    return dict(zip(sums, values, strict=True))
+
+
+def find_different(
+    tensors: Mapping[str, Tensor], expected: Mapping[str, ExpectedSlice], dtype: torch.dtype
+) -> list[str]:
+    """Return the names of the slices that an engine lacks, or whose bits differ from the trainer's.
+
+    Args:
+        tensors: The engine's slices by name.
+        expected: The trainer's checksums by name.
+        dtype: Data type of the transfer's elements.
+    """
+    checksums = compute_checksums(tensors, expected, dtype)
+    return [name for name, each in expected.items() if checksums.get(name) != each.checksum]
+
+
+def raise_if_different(names: Sequence[str]) -> None:
+    """Raise AlignerError with the names of the engine's weights that differ from the trainer's, if
+    there are any."""
+    if names:
+        raise AlignerError("the engine's weights differ from the trainer's: " + ", ".join(names))

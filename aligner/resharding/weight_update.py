@@ -1,9 +1,9 @@
-"""Interfaces of a weight sync: the engine's weight format and update, the publisher, and its
-statistics."""
+"""Interfaces of a weight sync: the engine's weight format, update and held weights, the publisher,
+and its statistics."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -52,16 +52,89 @@ class WeightUpdate(Protocol):
 
 
 @dataclass(frozen=True)
+class ExpectedSlice:
+    """Checksum of the trainer's elements of a slice that an engine rank must hold."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole tensor, in elements of the transfer's dtype."""
+    axis: int | None
+    """Dimension along which the slice is cut; None means the whole tensor."""
+    start: int
+    """First index of the slice along `axis`."""
+    checksum: int
+    """Checksum of the slice; see `aligner.resharding.verify.checksum`."""
+
+
+class HeldWeights(Protocol):
+    """The weights that an engine rank holds, that is, the parameters that it computes with.
+
+    The methods are collective over the ranks of a replica.
+    """
+
+    def find_wrong_weights(self, expected: Mapping[str, ExpectedSlice]) -> Sequence[str]:
+        """Compare the held weights with the trainer's after an update, and return the names of
+        those that differ.
+
+        The result also contains weights that the engine does not hold.
+
+        Args:
+            expected: The trainer's checksums of this rank's slices, by Hugging Face name. Empty if
+                the engine receives weights in groups: it then compares its parameters with the
+                tensors that it has received in the update.
+        """
+
+    def find_changed_weights(self) -> Sequence[str]:
+        """Return the names of the held weights that have changed since the last call of
+        `find_wrong_weights`.
+
+        Weights that the engine shares with the trainer are not checked, because training changes
+        them. The result is empty if the engine has no weights.
+        """
+
+    def discard_weights(self, reason: str) -> None:
+        """Refuse to generate with the current weights, which are wrong.
+
+        Args:
+            reason: Reason, for error messages.
+        """
+
+
+class WeightProbe(Protocol):
+    """Log-probs of fixed sequences, which the trainer and the engine compute with the same weights.
+
+    See `aligner.engines.weight_probe`.
+    """
+
+    def compute(self) -> Tensor:
+        """Return the log-probs of the trainer's current weights. Collective over the trainer."""
+
+    def check(self, version: int, trainer_logprobs: Tensor, results: Sequence[Any]) -> float:
+        """Return the maximum difference of the engine's log-probs in nats.
+
+        Args:
+            version: Version of the weights, for the error message.
+            trainer_logprobs: Result of `compute`.
+            results: JSON values of each replica's result.
+
+        Raises:
+            AlignerError: The log-probs of a replica differ by more than rounding.
+        """
+
+
+@dataclass(frozen=True)
 class PublishStats:
     """Statistics of a publish on one rank."""
 
+    version: int
+    """Version of the weights."""
     staging_bytes: int
     """Peak memory, in bytes, of messages that could not be sent from or received into their own
     tensors."""
     seconds: float
     """Duration of the publish in seconds, including the verification."""
     verify_seconds: float | None
-    """Duration of the verification in seconds; None if the publish was not verified."""
+    """Duration of the verification by checksums in seconds; None if the publish was not
+    verified."""
     moved_bytes: int
     """Bytes transferred between ranks, summed over all ranks."""
     full_bytes: int
@@ -69,6 +142,11 @@ class PublishStats:
     changed_share: float | None
     """Share of the transferred tensors' elements that differ from the previous publish; None if
     they were not compared."""
+    probe_seconds: float | None = None
+    """Time in seconds that engine and trainer computed the probe; None without a probe."""
+    probe_logprob_abs: float | None = None
+    """Maximum difference between the engine's and the trainer's log-probs of the probe, in nats;
+    None without a probe."""
 
 
 class WeightPublisher(Protocol):

@@ -234,11 +234,12 @@ class EngineConfig:
         " error that names the missing rank.",
         minimum=1,
     )
-    verify_every: int = option(
-        0,
-        "Number of weight syncs between checksum verifications of the weights. The first weight"
-        " sync is always verified; 0 means that no later weight sync is verified.",
-        minimum=0,
+    verify: str = option(
+        "sync",
+        "Weight syncs after which the engine proves that it holds the trainer's weights: by"
+        " checksums of its parameters, and by the log-probs of a probe sequence. `sync`: every"
+        " weight sync; `first`: the first one to each start of the engine; `never`: none.",
+        choices=("sync", "first", "never"),
     )
     bucket_mib: int = option(
         1024,

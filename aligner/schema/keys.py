@@ -19,6 +19,7 @@ from aligner.schema import Config
 from aligner.schema.conditions import Condition, Term, parse_condition
 from aligner.schema.environment_text import Reference, with_references
 from aligner.schema.foreign_names import describe_foreign_name
+from aligner.schema.renamed import REMOVED_KEYS
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,8 @@ def check_key(key: str, groups: Iterable[str] = ()) -> None:
     sections = {section.name for section in get_schema_sections() if section.name}
     if key in sections or find_schema_key(key) is not None:
         return
+    if key in REMOVED_KEYS:
+        raise ConfigError(f"{key}: this key was removed; {REMOVED_KEYS[key]}")
     candidates = [*get_schema_keys(), *sections, *groups]
     # A part such as `temperature`, which occurs in aligner's keys, needs no other system's name.
     own_parts = {name.rpartition(".")[2] for name in candidates}

@@ -26,6 +26,14 @@ RENAMED_KEYS: Mapping[str, str] = {
 }
 """New names of keys by their old names."""
 
+REMOVED_KEYS: Mapping[str, str] = {
+    "engine.verify_every": (
+        "use engine.verify=sync (every weight sync, the default), first or never"
+    ),
+}
+"""Replacements of removed keys, for error messages. The `config.yaml` of an older run may contain
+these keys, which are ignored there."""
+
 RENAMED_METRICS: Mapping[str, str] = {
     "data/drawn_fraction": "data/sampled_fraction",
     "mismatch/routes": "mismatch/expert_routing",
@@ -68,6 +76,22 @@ def with_current_keys(
         else:
             current_values[name] = value
     return old_values | current_values
+
+
+def without_removed_keys(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Return the nested values of sections without the removed keys.
+
+    Args:
+        values: Values of the section by key.
+        section: Dotted name of the section; empty for the root.
+    """
+    remaining_values: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{section}.{name}" if section else str(name)
+        if key not in REMOVED_KEYS:
+            is_section = isinstance(value, dict)
+            remaining_values[name] = without_removed_keys(value, key) if is_section else value
+    return remaining_values
 
 
 def with_current_metrics(record: Mapping[str, float]) -> dict[str, float]:

@@ -5,6 +5,7 @@ each transfer.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aligner.agents.episode_source import build_episodes
+from aligner.data.collectives import gather_json
 from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import build_run_tokenizer
 from aligner.data.types import Prompt, Sample, create_empty_samples
@@ -29,6 +31,7 @@ from aligner.engines.replicas import (
     generate_in_parts,
     run_to_completion,
 )
+from aligner.engines.weight_probe import build_run_probe, run_probe
 from aligner.file_limits import parse_json
 from aligner.megatron.world import join
 from aligner.models.model_source import model_directory
@@ -124,6 +127,7 @@ def build_weight_receiver(
         engine.weight_format,
         config.engine,
         engine.begin_update,
+        engine,
     )
 
 
@@ -154,6 +158,12 @@ class GeneratorRank:
         self._episodes = episodes
         self._source: SampleStarter = episodes or SingleResponses(engine)
         self._can_interrupt = config.engine.in_flight == "interrupt"
+        self._probe: Tensor | None = None
+        """Token ids of the probe; None with `engine.verify=never`, and for an engine that cannot
+        score given tokens: the trainer could not compute the log-probs of generated tokens, because
+        its weights have changed since the snapshot."""
+        if config.engine.verify != "never" and engine.can_score:
+            self._probe = build_run_probe(config, read_shape(model_directory(config)))
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
@@ -259,9 +269,17 @@ class GeneratorRank:
 
     @rank_handler(runs_at_pauses=True)
     def _receive(self, version: int) -> dict[str, Any]:
-        """Receive the weights that the trainer's ranks send as a weight version."""
+        """Receive the weights that the trainer's ranks send as a weight version, and compute the
+        log-probs of the probe with them (`engine.verify`)."""
         self._receiver.receive(version)
-        return {"status": "received", "version": version}
+        answer: dict[str, Any] = {"status": "received", "version": version}
+        if self._probe is not None:
+            start = time.perf_counter()
+            results = gather_json(dataclasses.asdict(run_probe(self._engine, self._probe)))
+            # All ranks of a replica have the same result.
+            answer["probe"] = results[:: self._layout.tensor]
+            answer["probe_seconds"] = time.perf_counter() - start
+        return answer
 
 
 def _serve_generate(caller: Callable[..., Any], arrays: dict[str, NDArray]) -> dict[str, NDArray]:

@@ -32,12 +32,13 @@ from aligner.resharding.publisher import (
 )
 from aligner.resharding.transfer_plan import plan_to_engine
 from aligner.resharding.transport import Link
-from aligner.resharding.weight_update import WeightPublisher, WeightUpdate
+from aligner.resharding.weight_update import WeightFormat, WeightPublisher, WeightUpdate
 from aligner.schema import Config, RolloutConfig
 from aligner.schema.evaluation_suites import has_any_episodes
 from aligner.servers.generator_client import GeneratorClient
 from aligner.training.samplers import ColocatedSampler, RemoteSampler, Sampler
 from aligner.training.services import run_and_broadcast_result
+from aligner.training.weight_verification import PolicyProbe, VerifyingPublisher
 
 
 def build_sampler_and_publisher(
@@ -76,7 +77,7 @@ def build_sampler_and_publisher(
     if has_any_episodes(config):
         episodes = build_episodes(config, engine, tokenizer, "trainer", rank, listener, tools)
     sampler = ColocatedSampler(engine, layout, rank, config.engine.sleep, episodes)
-    return sampler, _build_colocated_publisher(config, policy, engine)
+    return sampler, _build_colocated_publisher(config, policy, engine, listener)
 
 
 def _build_remote_publisher(
@@ -108,12 +109,20 @@ def _build_remote_publisher(
         calls=calls,
         # In a synchronous run, the trainer records the weight transfer as a phase of its own.
         listener=listener if config.rollout.max_staleness > 0 else None,
+        probe=_build_probe(config, policy, generator_format),
     )
 
 
+def _build_probe(config: Config, policy: Policy, engine_format: WeightFormat) -> PolicyProbe | None:
+    """Return the probe that verifies weight syncs; None with `engine.verify=never`."""
+    if config.engine.verify == "never":
+        return None
+    return PolicyProbe(config, policy, engine_format)
+
+
 def _build_colocated_publisher(
-    config: Config, policy: Policy, engine: GenerationEngine
-) -> Publisher:
+    config: Config, policy: Policy, engine: GenerationEngine, listener: SpanListener | None
+) -> VerifyingPublisher:
     """Return the publisher that sends weights to the engine on the trainer's ranks."""
     weights = policy.runner.weights
     world = policy.world
@@ -129,15 +138,19 @@ def _build_colocated_publisher(
     link = Link.from_default_group(
         plan.labels, timeout=timedelta(seconds=config.engine.update_timeout_s), device=world.device
     )
-    return Publisher.for_engine(
+    publisher = Publisher.for_engine(
         plan,
         link,
         config.engine,
         engine_format,
         read=weights.read,
         begin_update=begin_update,
+        held_weights=engine,
         copied_names=weights.copied_names,
+        listener=listener,
     )
+    probe = _build_probe(config, policy, engine_format)
+    return VerifyingPublisher(publisher, engine, probe, config, listener)
 
 
 def _build_colocated_engine(

@@ -36,6 +36,7 @@ from aligner.training.step_metrics import (
     compute_rollout_metrics,
     compute_sequence_kl,
     compute_staleness_metrics,
+    compute_verification_metrics,
 )
 from aligner.training.step_samples import StepSamples
 
@@ -136,9 +137,11 @@ class OnlineTrainer(TrainingLoop):
 
         # Without `engine.publish=changes` every publish transfers all elements, so that the metrics
         # would be constant.
-        is_partial_publish = self.config.engine.publish != "whole" and self._has_new_weights(step)
-        if is_partial_publish and (stats := self.pipeline.publish_stats) is not None:
-            metrics |= compute_publish_metrics(stats)
+        is_partial_publish = self.config.engine.publish != "whole"
+        if self._has_new_weights(step) and (stats := self.pipeline.publish_stats) is not None:
+            metrics |= compute_verification_metrics(stats)
+            if is_partial_publish:
+                metrics |= compute_publish_metrics(stats)
         return StepResult(metrics, processed_counts, rollout, rollout.scores.result(), step_samples)
 
     def _update_pass_rates(self, step_samples: StepSamples) -> dict[str, float]:

@@ -191,6 +191,24 @@ def compute_publish_metrics(stats: PublishStats) -> dict[str, float]:
     return metrics
 
 
+def compute_verification_metrics(stats: PublishStats) -> dict[str, float]:
+    """Return metrics of the last completed weight sync, if it was verified (`engine.verify`).
+
+    * `verify/version`: weight version of the sync.
+    * `verify/checksum_seconds`: duration of the comparison of checksums on this rank in seconds.
+    * `verify/probe_seconds`: time in seconds that engine and trainer computed the probe.
+    * `verify/logprob_abs`: maximum difference between the engine's and the trainer's log-probs of
+      the probe, in nats.
+    """
+    values = {
+        "verify/checksum_seconds": stats.verify_seconds,
+        "verify/probe_seconds": stats.probe_seconds,
+        "verify/logprob_abs": stats.probe_logprob_abs,
+    }
+    metrics = {name: value for name, value in values.items() if value is not None}
+    return {"verify/version": float(stats.version), **metrics} if metrics else {}
+
+
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 
 

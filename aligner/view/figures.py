@@ -61,6 +61,8 @@ _ACTIVITY_COLORS = {
     "snapshot": "#2f7a52",
     "publish": "#4a9b6e",
     "receive": "#9bcbb0",
+    "verify": "#6fbf95",
+    "probe": "#c3a3c9",
     "evaluate": "#8c6d5a",
     "checkpoint": "#7f8790",
     "environments": "#c9a66b",

@@ -130,6 +130,22 @@ _METRICS = {
         "Duration of a weight sync (seconds)",
         "Duration of the last weight sync in seconds.",
     ),
+    "verify/version": (
+        "Verified weight version",
+        "Weight version of the last verified weight sync.",
+    ),
+    "verify/checksum_seconds": (
+        "Comparison of checksums (seconds)",
+        "Seconds to compare checksums in the last weight sync.",
+    ),
+    "verify/probe_seconds": (
+        "Log-probs of the probe (seconds)",
+        "Seconds to compute the log-probs of the probe in the last weight sync.",
+    ),
+    "verify/logprob_abs": (
+        "Log-prob difference in the probe (nats)",
+        "Largest difference of engine and trainer log-probs in the probe, nats.",
+    ),
     "data/epoch": ("Passes over the prompts", "Number of passes over the prompts so far."),
     "data/repetitions": (
         "Earlier uses of the step's prompts",

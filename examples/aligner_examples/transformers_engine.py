@@ -112,8 +112,11 @@ class TransformersEngine(GenerationEngine):
             self._version = version if is_complete else None
             self._no_weights_reason = "the last weight update failed"
 
-        views = {name: each.data for name, each in self._model.named_parameters()}
-        return EmbeddedUpdate(version, views, close)
+        return EmbeddedUpdate(version, self.held_weights(), close)
+
+    def held_weights(self) -> dict[str, Tensor]:
+        """Return the model's parameters, which `engine.verify` compares with the trainer's."""
+        return {name: each.data for name, each in self._model.named_parameters()}
 
     def sleep(self) -> None:
         """Drop the weights; this example keeps their memory."""

@@ -82,6 +82,30 @@ def test_older_run_is_read_and_resumed(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().err == ""
 
 
+def test_removed_key_is_refused_with_its_replacement(tmp_path: Path) -> None:
+    message = (
+        r"engine\.verify_every: this key was removed; use engine\.verify=sync \(every weight sync,"
+        r" the default\), first or never"
+    )
+    with pytest.raises(ConfigError, match=message):
+        compose_config([TINY, "engine.verify_every=1"])
+    file = tmp_path / "experiment" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text("# @package _global_\ndefaults: [tiny_ppo]\nengine: {verify_every: 1}\n")
+    with pytest.raises(ConfigError, match=message):
+        compose_config(["experiment=mine"], tmp_path)
+
+
+def test_removed_key_of_older_run_is_ignored(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    config = compose_config([TINY, f"run.dir={tmp_path}", "run.name=old"])
+    save_config(config, file)
+    text = file.read_text()
+    assert "  verify: sync\n" in text
+    file.write_text(text.replace("  verify: sync\n", "  verify_every: 3\n"))
+    assert load_config(file) == config
+
+
 def test_metrics_of_older_run_have_new_names(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     old = {"step": 1, "rollout/guessed": 8.0, "response/drawn_to_16": 3.0, "reward/mean": 0.5}

@@ -104,7 +104,6 @@ def test_run_trains_with_own_engine(tmp_path: Path, placement: str) -> None:
         "engine.update=in_place",
         f"engine.placement={placement}",
         "engine.parallel.data=1",
-        "engine.verify_every=1",
         "logging.tensorboard=false",
         "rollout.max_response_tokens=6",
         "run.stop_after=2",

@@ -158,7 +158,8 @@ def test_colocated_weight_sync_writes_in_place(tmp_path, one_rank):
             read=weights.__getitem__,
             begin_update=engine.begin_update,
             bucket_bytes=1 << 20,
-            verify_every=1,
+            held_weights=engine,
+            verify="sync",
         )
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()

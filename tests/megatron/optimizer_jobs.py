@@ -213,7 +213,8 @@ def publish_trained_policy(
         read=weights.read,
         begin_update=sink.begin_update,
         bucket_bytes=1 << 20,
-        verify_every=1,
+        held_weights=sink,
+        verify="sync",
     )
     publisher.publish(version=1)
     worlds.shutdown()

@@ -25,7 +25,6 @@ from aligner.models.weight_slices import Slice, TensorSpec
 from aligner.resharding.publisher import Publisher
 from aligner.resharding.transfer_plan import TransferPlan, plan_resharding, plan_transfers
 from aligner.resharding.transport import Link
-from aligner.resharding.verify import verify
 from aligner.resharding.weight_update import PublishStats
 from aligner.schema import EngineParallelConfig, ParallelConfig
 from tests import other_user
@@ -57,7 +56,7 @@ class Rank:
         link: Link,
         *,
         bucket_bytes: int = 1 << 14,
-        verify_every: int = 1,
+        verify: str = "sync",
         group_bytes: int | None = None,
         dtype: torch.dtype = torch.float32,
         sink: Sink | None = None,
@@ -79,7 +78,8 @@ class Rank:
             begin_update=self.sink.begin_update if link.rank in plan.target else None,
             dtype=dtype,
             bucket_bytes=bucket_bytes,
-            verify_every=verify_every,
+            held_weights=self.sink if link.rank in plan.target else None,
+            verify=verify,
             group_bytes=group_bytes,
             copied_names=copied_names,
             publish_mode=publish_mode,
@@ -244,9 +244,6 @@ def break_one_rank(kind: str, rank: Rank) -> None:
         del sink.shapes["model.embed_tokens.weight"]
         sink.shapes["model.norm.weight"] = (17,)
         sink.shapes["model.layers.3.self_attn.o_proj.weight"] = (3, 3)
-    elif kind == "memory":
-        sink.memory = FaultyMemory
-        FaultyMemory.bad = "model.layers.1.mlp.up_proj.weight"
 
 
 def fail_once(kind: str, at: int, timeout_s: float) -> dict[str, Any]:
@@ -322,27 +319,58 @@ def fail_to_commit(at: int) -> dict[str, Any]:
     return result
 
 
-def verify_with_flipped_bit(at: int, name: str) -> str:
-    """Flip one bit of one tensor on one rank of a verified engine; return the error of the next
-    verification."""
-    rank = colocated(ParallelConfig(tensor=2, pipeline=2), EngineParallelConfig(tensor=2, data=2))
+def publish_to_faulty_memory(at: int, name: str, group_bytes: int | None) -> dict[str, Any]:
+    """Publish to an engine rank in whose memory one tensor always has a wrong element; return the
+    error, the number of aborts, and the engine's version afterwards."""
+    rank = colocated(
+        ParallelConfig(tensor=2, pipeline=2),
+        EngineParallelConfig(tensor=2, data=2),
+        group_bytes=group_bytes,
+    )
     rank.publish(1)
-    verify(rank.plan, rank.link, torch.float32, rank.read, rank.sink.front)
+    if rank.link.rank == at:
+        rank.sink.memory = FaultyMemory
+        FaultyMemory.bad = name
+    result = rank.failed_publish(2)
+    dist.barrier()
+    return result | {"version": rank.sink.version}
+
+
+def publish_after_flipped_bit(at: int, name: str, mode: str) -> dict[str, Any]:
+    """Flip one bit of one tensor that an engine rank holds between two weight syncs; return the
+    error of the second one, and how many updates were aborted."""
+    rank = colocated(
+        ParallelConfig(tensor=2, pipeline=2),
+        EngineParallelConfig(tensor=2, data=2),
+        publish_mode=mode,
+    )
+    rank.publish(1)
     if rank.link.rank == at:
         rank.sink.front[name].view(torch.int32).flatten()[-1] ^= 1
-    try:
-        verify(rank.plan, rank.link, torch.float32, rank.read, rank.sink.front)
-    except AlignerError as error:
-        return str(error)
-    finally:
-        dist.barrier()
-    return ""
+    result = rank.failed_publish(2)
+    dist.barrier()
+    return result
 
 
-def count_verifications(verify_every: int, publishes: int) -> list[bool]:
-    rank = colocated(
-        ParallelConfig(data=2), EngineParallelConfig(data=2), verify_every=verify_every
-    )
+def publish_to_stale_engine(at: int) -> dict[str, Any]:
+    """Publish two versions; the second commit of one engine rank keeps the old weights. Return the
+    error, and the version and the reason that the engine has afterwards."""
+    rank = colocated(ParallelConfig(tensor=2), EngineParallelConfig(data=2))
+    rank.publish(1)
+    old = dict(rank.sink.front)
+
+    def keep_old() -> None:
+        rank.sink.open._loaded = old
+
+    if rank.link.rank == at:
+        rank.sink.before_commit = keep_old
+    result = rank.failed_publish(2)
+    dist.barrier()
+    return result | {"version": rank.sink.version, "discarded": rank.sink.discarded}
+
+
+def count_verifications(verify: str, publishes: int) -> list[bool]:
+    rank = colocated(ParallelConfig(data=2), EngineParallelConfig(data=2), verify=verify)
     verified = [rank.publish(version).verify_seconds is not None for version in range(publishes)]
     dist.barrier()
     return verified
@@ -363,7 +391,8 @@ def refuse_construction() -> list[str]:
         keywords = {
             "read": lambda name: torch.zeros(1),
             "begin_update": Sink(plan, link.rank).begin_update,
-            "verify_every": 0,
+            "held_weights": None,
+            "verify": "never",
         }
         try:
             Publisher(**{"link": link, **keywords, **case})

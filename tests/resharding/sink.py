@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from aligner.errors import AlignerError
 from aligner.resharding.transfer_plan import TransferPlan
 from aligner.resharding.transport import slice_shape
+from aligner.resharding.verify import compute_checksums, find_different
+from aligner.resharding.weight_update import ExpectedSlice
 
 
 class Sink:
@@ -35,6 +38,28 @@ class Sink:
         self.version: int | None = None
         self.aborted = 0
         self.open: SinkUpdate | None = None
+        self.discarded = ""
+        """Reason of the last `discard_weights`."""
+        self._verified: Mapping[str, ExpectedSlice] = {}
+        self._verified_version: int | None = None
+
+    def find_wrong_weights(self, expected: Mapping[str, ExpectedSlice]) -> Sequence[str]:
+        """Compare `front` with the trainer's checksums."""
+        found = compute_checksums(self.front, expected, self.dtype)
+        self._verified_version = self.version
+        self._verified = {
+            name: replace(expected[name], checksum=value) for name, value in found.items()
+        }
+        return find_different(self.front, expected, self.dtype)
+
+    def find_changed_weights(self) -> Sequence[str]:
+        """Compare `front` with its checksums at the last verification."""
+        is_verified = self.version is not None and self.version == self._verified_version
+        return find_different(self.front, self._verified if is_verified else {}, self.dtype)
+
+    def discard_weights(self, reason: str) -> None:
+        """Drop the version."""
+        self.version, self.discarded = None, reason
 
     def begin_update(self, version: int) -> SinkUpdate:
         if self.open is not None:

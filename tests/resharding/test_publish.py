@@ -113,7 +113,6 @@ def test_weight_sync_supports_other_dtype_and_groups(pool, settings):
                 "model.layers.3.self_attn.o_proj.weight: the engine's tensor is (3, 3)",
             ],
         ),
-        ("memory", 3, ["model.layers.1.mlp.up_proj.weight on trainer rank 3"]),
     ],
 )
 def test_failure_on_one_rank_keeps_old_version_on_all(pool, kind, at, told):
@@ -145,20 +144,64 @@ def test_rank_that_exceeds_timeout_is_named(pool):
         assert "trainer rank 3 did not answer within 2 s" in result["error"], result["error"]
 
 
-@pytest.mark.promise("weight-sync-is-atomic")
+@pytest.mark.promise("weight-sync-is-verified")
+@pytest.mark.parametrize("group_bytes", [None, 2000])
+def test_corrupted_tensor_is_reported_with_name_and_rank(pool, group_bytes):
+    name = "model.layers.1.mlp.up_proj.weight"
+    for result in pool.run(jobs.publish_to_faulty_memory, 4, 3, name, group_bytes):
+        # Tensors that the engine receives in groups are compared before it loads them.
+        failure, version, aborted = (
+            ("the engine does not hold weight version 2 after its weight sync", None, 0)
+            if group_bytes is None
+            else (
+                "weight version 2 was not synced to the engine; the engine aborts its update",
+                1,
+                1,
+            )
+        )
+        assert result["error"] == (
+            f"{failure}:\ntrainer rank 3: the engine's weights differ from the trainer's: {name}"
+        )
+        assert result["version"] == version
+        assert result["aborted"] == aborted
+
+
+@pytest.mark.promise("weight-sync-is-verified")
+@pytest.mark.parametrize("mode", ["whole", "changes"])
 @pytest.mark.parametrize(
     "name", ["model.layers.2.mlp.down_proj.weight", "model.layers.3.input_layernorm.weight"]
 )
-def test_wrong_bit_is_reported_with_the_tensor_name(pool, name):
-    for error in pool.run(jobs.verify_with_flipped_bit, 4, 3, name):
-        assert error == f"the engine's weights differ from the trainer's:\n{name} on trainer rank 3"
+def test_flipped_bit_between_syncs_is_reported(pool, name, mode):
+    for result in pool.run(jobs.publish_after_flipped_bit, 4, 3, name, mode):
+        assert result["error"] == (
+            "weight version 2 was not synced to the engine; the engine aborts its update:\n"
+            "trainer rank 3: the engine's weights have changed since the last weight sync, so that"
+            f" it may have generated with damaged weights: {name}"
+        )
+
+
+@pytest.mark.promise("weight-sync-is-verified")
+def test_stale_engine_is_reported_and_discards_its_weights(pool):
+    for result in pool.run(jobs.publish_to_stale_engine, 2, 1):
+        assert result["error"].startswith(
+            "the engine does not hold weight version 2 after its weight sync:\ntrainer rank 1: the"
+            " engine's weights differ from the trainer's: model.embed_tokens.weight, "
+        )
+        assert "model.layers.3.mlp.down_proj.weight" in result["error"]
+        assert result["version"] is None
+        assert result["discarded"] == result["error"]
 
 
 @pytest.mark.parametrize(
-    ("every", "wanted"), [(0, [True, False, False, False]), (2, [True, False, True, False])]
+    ("verify", "wanted"),
+    [
+        ("sync", [True, True, True]),
+        ("first", [True, False, False]),
+        ("never", [False, False, False]),
+    ],
 )
-def test_first_and_every_nth_weight_sync_are_verified(pool, every, wanted):
-    assert pool.run(jobs.count_verifications, 2, every, 4) == [wanted] * 2
+def test_verify_selects_verified_weight_syncs(pool, verify, wanted):
+    assert pool.run(jobs.count_verifications, 2, verify, 3) == [wanted] * 2
 
 
 def test_publisher_that_does_not_match_plan_is_refused(pool):

@@ -71,7 +71,8 @@ class Trainer:
             read=lambda name: self._tensors[name],
             begin_update=None,
             bucket_bytes=config.engine.bucket_mib << 20,
-            verify_every=config.engine.verify_every,
+            held_weights=None,
+            verify=config.engine.verify,
         )
 
     def publish(self, version: int) -> None:

@@ -33,9 +33,7 @@ def test_delta_weight_sync_equals_full_weight_sync(
 ) -> None:
     whole = run_to_end(tmp_path / "whole", *OVERRIDES)
     assert whole.code == 0, whole.report()
-    with Launch(
-        tmp_path / "changes", *OVERRIDES, "engine.publish=changes", "engine.verify_every=1"
-    ) as launch:
+    with Launch(tmp_path / "changes", *OVERRIDES, "engine.publish=changes") as launch:
         launch.wait_for_step(3, timeout_s=300)
         launch.rank("generator", 0).kill()
         run = launch.finish(300)

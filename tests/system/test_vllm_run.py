@@ -31,7 +31,6 @@ def test_vllm_log_probs_equal_trainer_log_probs(
         "actor.parallel.tensor=2",
         "actor.parallel.pipeline=2",
         "engine.publish=changes",
-        "engine.verify_every=1",
     )
     with Launch(tmp_path / "run", *GENERATOR, *sharding, "run.stop_after=3") as launch:
         run = launch.finish(500)

@@ -105,7 +105,7 @@ def build_local_settings(config: Config) -> Values:
         ),
         "engine.kind": "embedded",
         "engine.precision": "fp32",
-        "engine.verify_every": 1,
+        "engine.verify": "sync",
         "engine.update_timeout_s": max(engine.update_timeout_s, _MIN_TIMEOUT_S),
         "checkpoint.every": min(config.checkpoint.every, 1),
         "logging.wandb.enabled": False,  # trackers are for real runs only

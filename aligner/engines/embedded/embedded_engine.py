@@ -2,7 +2,7 @@
 trainer supports."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -370,6 +370,21 @@ class EmbeddedEngine(GenerationEngine):
         return EmbeddedUpdate(
             version, target.views, lambda succeeded: self._end_update(target, version, succeeded)
         )
+
+    def held_weights(self) -> Mapping[str, Tensor]:
+        """See `GenerationEngine.held_weights`. The packed copies of matrices on CPUs cannot be read
+        back."""
+        return self._weights.views
+
+    @property
+    def shared_names(self) -> Container[str]:
+        """See `GenerationEngine.shared_names`."""
+        return self._weights.shared_names
+
+    def discard_weights(self, reason: str) -> None:
+        """See `GenerationEngine.discard_weights`."""
+        self._state.version = None
+        self._no_weights_reason = reason
 
     def sleep(self) -> None:
         """Free the memory of the KV cache and of the weights; see `GenerationEngine.sleep`."""

@@ -202,6 +202,13 @@ class EngineWeights:
 
         Each view has the orientation of the Hugging Face tensor.
         """
+        self.shared_names = frozenset(
+            part.spec.name
+            for parameter in layout
+            if parameter.name in shared_parameters
+            for part in parameter.parts
+        )
+        """Hugging Face names of the slices in shared parameters."""
 
         # Number of elements that the parameters so far occupy, by whether they keep float32.
         offsets = {False: 0, True: 0}

@@ -227,6 +227,18 @@ class Client(ABC):
             handles: Handles of the shared memory; None finishes the update and clears the KV cache.
         """
 
+    def find_wrong_weights(self) -> list[str]:
+        """Return the tensors of the last update that the workers' parameters do not contain.
+
+        Empty for a program whose parameters cannot be read back.
+        """
+        return []
+
+    def find_changed_weights(self) -> list[str]:
+        """Return the workers' parameters that have changed since `find_wrong_weights`; empty for a
+        program whose parameters cannot be read back."""
+        return []
+
     @abstractmethod
     def release_memory(self) -> None:
         """Free the memory of the model and of the KV cache, whose contents are lost."""

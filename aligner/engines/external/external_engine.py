@@ -28,7 +28,7 @@ from aligner.models.weight_slices import (
     group_by_stored_tensor,
     weight_table,
 )
-from aligner.resharding.weight_update import WeightFormat
+from aligner.resharding.weight_update import ExpectedSlice, WeightFormat
 from aligner.schema import EngineConfig
 
 _MAX_WAIT_S = 0.1
@@ -263,6 +263,29 @@ class ExternalEngine(GenerationEngine):
         self._check_can_update(version)
         self._incoming_version = version
         return StreamedUpdate(self, version)
+
+    def find_wrong_weights(self, expected: Mapping[str, ExpectedSlice]) -> Sequence[str]:
+        """Compare the workers' parameters with the tensors that they have received in the last
+        update; see `HeldWeights.find_wrong_weights`."""
+        self._verified_version = self._version
+        wrong: list[str] = self._replica.run_on_client(
+            "comparing weights", lambda client: client.find_wrong_weights()
+        )
+        return wrong
+
+    def find_changed_weights(self) -> Sequence[str]:
+        """See `HeldWeights.find_changed_weights`."""
+        if self._version is None or self._version != self._verified_version:
+            return ()
+        changed: list[str] = self._replica.run_on_client(
+            "comparing weights", lambda client: client.find_changed_weights()
+        )
+        return changed
+
+    def discard_weights(self, reason: str) -> None:
+        """See `GenerationEngine.discard_weights`."""
+        self._version = None
+        self._no_weights_reason = reason
 
     def sleep(self) -> None:
         """Free the memory of the KV cache and of the weights; see `GenerationEngine.sleep`.

@@ -31,6 +31,8 @@ class TensorRTLLMEngine(ExternalEngine):
     the KV cache and, since release 1.3, the weights.
     """
 
+    can_score = False
+
     def __init__(
         self,
         directory: Path,

@@ -53,6 +53,8 @@ _ORDER_DESCRIPTIONS = {
     "begin": "start the weight update",
     "load": "load weights",
     "finish": "finish the weight update",
+    "find_wrong_weights": "compare its weights with the received ones",
+    "find_changed_weights": "compare its weights with those of the last weight update",
     "sleep": "release GPU memory",
     "wake": "reallocate GPU memory",
     "score": "score tokens",
@@ -364,6 +366,9 @@ class VLLMClient(Client):
         """
         super().__init__(NAME, settings.vllm.timeout_s)
         self._update_timeout_s = settings.update_timeout_s
+        self._verify = settings.verify
+        self._update_count = 0
+        """Number of weight updates that were started."""
         self._vocabulary_files: dict[GrammarVocabulary, Path] = {}
         """Files that the workers read the tokens' bytes from, for guided decoding."""
         with shut_down_on_failure(NAME, self.shutdown):
@@ -394,9 +399,20 @@ class VLLMClient(Client):
         """Pause generation (see `Client.pause_generation`), and start a weight update."""
         super().pause_generation(interrupt_responses=interrupt_responses)
         # The engine is idle now, so vLLM can prepare its layers for new weights.
-        self._loop.run(
-            "starting the weight update", self._program.execute("begin"), self._update_timeout_s
-        )
+        verify = self._verify == "sync" or (self._verify == "first" and self._update_count == 0)
+        self._update_count += 1
+        order = self._program.execute("begin", verify=verify)
+        self._loop.run("starting the weight update", order, self._update_timeout_s)
+
+    def find_wrong_weights(self) -> list[str]:
+        """Return the tensors of the last update that the workers' parameters do not contain."""
+        order = self._program.execute("find_wrong_weights")
+        return list(self._loop.run("comparing weights", order, self._update_timeout_s))
+
+    def find_changed_weights(self) -> list[str]:
+        """Return the workers' parameters that have changed since `find_wrong_weights`."""
+        order = self._program.execute("find_changed_weights")
+        return list(self._loop.run("comparing weights", order, self._update_timeout_s))
 
     def update_weights(self, handles: Mapping[str, Any] | None) -> None:
         """Load tensors, or finish the weight update.

@@ -57,7 +57,8 @@ def _publisher(
         read=actor.runner.weights.read,
         begin_update=engine.begin_update,
         bucket_bytes=1 << 14,
-        verify_every=1,
+        held_weights=engine,
+        verify="sync",
         group_bytes=16 << 10,
     )
 

@@ -92,7 +92,9 @@ def generate(directory: Path, layout: EngineParallelConfig) -> list[Sample]:
     engine = VLLMEngine(directory, engines.shape_of(directory), settings, rank, 7, group)
     try:
         for version in range(2):
+            assert list(engine.find_changed_weights()) == []
             engines.publish(engine, directory, version)
+            assert list(engine.find_wrong_weights({})) == []
         requests = [
             GenerationRequest(Prompt(index, "", torch.arange(2, 5 + index)), 0)
             for index in range(6)

@@ -11,11 +11,12 @@ loaded weights differently, for example as packed copies; these are made when th
 import functools
 import inspect
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import grammar_processor
+import held_weights
 import torch
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -38,7 +39,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-from weight_memory import compute_checksum, copy_tensors, open_memory
+from weight_memory import compute_checksum, copy_tensors, count_elements, open_memory
 
 # Names of parameters that vLLM 0.32 copies without a weight loader. A reload would let it copy into
 # placeholders, so it must leave these parameters as they are.
@@ -78,6 +79,8 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedTensors]):
     init_info_cls = NoInitInfo
     update_info_cls = SharedTensors
     supports_draft_weight_update = False
+    should_verify = False
+    """Whether the parameters are compared with the received weights in the next update."""
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         """Do nothing; the transfer needs no initialization."""
@@ -119,6 +122,11 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedTensors]):
                 parameter.weight_loader = inspect.unwrap(loader)
             self._track_loading(parameter, tied_names.get(name, name))
 
+        self.recorder: held_weights.LoadRecorder | None = None
+        """Recorder of this update; None if it is not verified."""
+        if self.should_verify:
+            self.recorder = held_weights.LoadRecorder(self.model)
+
         for name, module in self.model.named_modules():
             if name.rpartition(".")[2] in _LATENT_NORMS:
                 module.variance_epsilon = _LATENT_NORM_EPSILON
@@ -133,7 +141,8 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedTensors]):
 
     def finish_weight_update(self) -> None:
         """Finish the update after all tensors have been received."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        with held_weights.recording(self.recorder):
+            finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             # An output layer that is tied to the embedding receives no weights of its own. vLLM
             # therefore keeps its old packed copy, which must be made again here.
@@ -161,7 +170,9 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedTensors]):
                 )
             # Copied one by one: vLLM frees the tensors of a layer when the layer is complete.
             tensors = copy_tensors(memory, handle["pieces"], self.device)
-            self.model.load_weights(self._track_tensors(tensors))
+            counts = count_elements(handle["pieces"])
+            with held_weights.recording(self.recorder):
+                self.model.load_weights(self._track_tensors(tensors, counts))
 
         if self._unused_tensors:
             raise ValueError(
@@ -198,9 +209,18 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedTensors]):
         self.missing_parameters.add(name)
         parameter.weight_loader = load_and_record
 
-    def _track_tensors(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors; each counts as unused until a parameter's weight loader is called."""
+    def _track_tensors(
+        self, tensors: Iterator[tuple[str, Tensor]], counts: Mapping[str, int]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors; each counts as unused until a parameter's weight loader is called.
+
+        Args:
+            tensors: The tensors with their names.
+            counts: Number of received elements of each tensor.
+        """
         for name, tensor in tensors:
+            if self.recorder is not None:
+                self.recorder.receive(name, tensor, counts[name])
             if name.rpartition(".")[2] not in _COPIED_TENSORS:
                 self._unused_tensors.add(name)
             # vLLM loads a tensor before it takes the next one from this generator.
@@ -355,6 +375,7 @@ def _get_prompt_logprobs(
 
 GPUModelRunner._get_prompt_logprobs_dict = _get_prompt_logprobs
 grammar_processor.install()
+held_weights.install()
 
 
 class AlignerWorker:
@@ -362,10 +383,12 @@ class AlignerWorker:
 
     weight_transfer_engine: SharedMemoryEngine
     model_runner: Any
+    start_weight_update: Callable[[], None]
     finish_weight_update: Callable[[], None]
 
-    def call_method(self, name: str, **arguments: Any) -> str | None:
-        """Call a method of the worker, and return the error message, or None if it succeeded.
+    def call_method(self, name: str, **arguments: Any) -> tuple[str | None, Any]:
+        """Call a method of the worker, and return the error message, None if it succeeded, and the
+        result.
 
         The errors are returned, because vLLM 0.32 confuses the answers if several workers raise: it
         takes the message of one worker for its answer to the next call.
@@ -375,11 +398,38 @@ class AlignerWorker:
             arguments: Keyword arguments of the method.
         """
         try:
-            getattr(self, name)(**arguments)
+            return None, getattr(self, name)(**arguments)
         except Exception as error:
             traceback.print_exc()
-            return f"{type(error).__name__}: {error}"
-        return None
+            return f"{type(error).__name__}: {error}", None
+
+    def begin_update(self, verify: bool) -> None:
+        """Start an update.
+
+        Args:
+            verify: Whether `find_wrong_weights` is called after the update.
+        """
+        self.weight_transfer_engine.should_verify = verify
+        self.start_weight_update()
+
+    def find_wrong_weights(self) -> list[str]:
+        """Return a description of each tensor of the last update that the model does not contain.
+
+        Also computes the checksums with which `find_changed_weights` compares.
+        """
+        recorder = self.weight_transfer_engine.recorder
+        if recorder is None:
+            raise ValueError("the last weight update was not recorded")
+        self.weight_transfer_engine.recorder = None
+        model = self.weight_transfer_engine.model
+        self._checksums = held_weights.compute_parameter_checksums(model)
+        return recorder.find_wrong()
+
+    def find_changed_weights(self) -> list[str]:
+        """Return the names of the parameters that have changed since `find_wrong_weights`."""
+        model = self.weight_transfer_engine.model
+        checksums = held_weights.compute_parameter_checksums(model)
+        return [name for name, value in self._checksums.items() if checksums.get(name) != value]
 
     def end_update(self) -> None:
         """Finish the update.

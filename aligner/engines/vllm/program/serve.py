@@ -207,15 +207,18 @@ class Server:
             scores["top_logprobs"].append([top_entry.logprob for _, top_entry in ranked])
         return scores
 
-    async def _begin(self) -> None:
+    async def _begin(self, verify: bool) -> None:
         """Start a weight update on all workers.
 
         If the previous update was not finished, it is ended first.
+
+        Args:
+            verify: Whether the order `find_wrong_weights` follows the update.
         """
         if self._is_updating:
             await self._call_workers("abandon_update")
         self._is_updating = True
-        await self._call_workers("start_weight_update")
+        await self._call_workers("begin_update", verify=verify)
 
     async def _load(self, **group: Any) -> None:
         """Load tensors on all workers. The arguments are the fields of `receive.SharedTensors`."""
@@ -228,8 +231,18 @@ class Server:
         # The cached keys and values were computed with the previous weights.
         await self._reset_prefix_cache()
 
-    async def _call_workers(self, method: str, **arguments: Any) -> None:
-        """Call a method of every worker.
+    async def _find_wrong_weights(self) -> list[str]:
+        """Return a description of each tensor of the last update that a worker's model does not
+        contain."""
+        return _name_workers(await self._call_workers("find_wrong_weights"))
+
+    async def _find_changed_weights(self) -> list[str]:
+        """Return the names of the workers' parameters that have changed since the last order
+        `find_wrong_weights`."""
+        return _name_workers(await self._call_workers("find_changed_weights"))
+
+    async def _call_workers(self, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of every worker, and return the results in the order of the workers.
 
         Raises:
             RuntimeError: The method failed on some workers; the message contains their errors.
@@ -245,8 +258,9 @@ class Server:
             raise EngineExited(f"{type(error).__name__}: {error}") from error
 
         # A set, since an error such as a missing tensor is often the same on all workers.
-        if errors := {answer for answer in answers if answer is not None}:
+        if errors := {error for error, _ in answers if error is not None}:
             raise RuntimeError("; ".join(sorted(errors)))
+        return [result for _, result in answers]
 
     async def _reset_prefix_cache(self) -> None:
         """Reset the prefix cache; raise RuntimeError if vLLM refuses."""
@@ -261,6 +275,17 @@ class Server:
     async def _wake(self, tags: list[str]) -> None:
         """Allocate the memory with these tags again."""
         await self._llm.wake_up(tags)
+
+
+def _name_workers(names_by_worker: list[list[str]]) -> list[str]:
+    """Return the names of all workers, each with the index of its worker if there are several."""
+    if len(names_by_worker) == 1:
+        return names_by_worker[0]
+    return [
+        f"{name} on worker {worker}"
+        for worker, names in enumerate(names_by_worker)
+        for name in names
+    ]
 
 
 def _watch_connection(connection: socket.socket, vllm_started: threading.Event) -> None:

@@ -229,6 +229,14 @@ def copy_tensors(
         yield name, tensor
 
 
+def count_elements(headers: Iterable[Sequence[Any]]) -> dict[str, int]:
+    """Return the number of transferred elements of each tensor of a handle, by name."""
+    counts: dict[str, int] = {}
+    for name, _, _, _, slice_shape, _ in headers:
+        counts[name] = counts.get(name, 0) + torch.Size(slice_shape).numel()
+    return counts
+
+
 @contextlib.contextmanager
 def open_memory(handle: Mapping[str, Any], device: torch.device) -> Iterator[Tensor]:
     """Open the sender's memory in a `with` block, and yield its bytes [n].
@@ -283,6 +291,14 @@ def compute_checksum(memory: Tensor) -> int:
         # Products of int32 and int64 are int64. Overflow wraps around, which is the modulo 2**64.
         total += (block * indices[: len(block)]).sum() + block_index * block_words * block.sum()
     return int(total) % 2**64
+
+
+def compute_tensor_checksum(tensor: Tensor) -> int:
+    """Return `compute_checksum` of a tensor's bytes, padded with zeros to a multiple of four."""
+    memory = tensor.contiguous().view(-1).view(torch.uint8)
+    if padding := -len(memory) % 4:
+        memory = torch.cat([memory, memory.new_zeros(padding)])
+    return compute_checksum(memory)
 
 
 def get_device_uuid(device: torch.device | int) -> str:
