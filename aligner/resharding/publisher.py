@@ -572,8 +572,9 @@ class RemotePublisher:
             run_on_rank0_and_share: Function that runs a function on rank 0, and returns its JSON
                 result, or raises its error, on every rank.
             calls: Requests to the generator, on rank 0 only.
-            listener: Function that is called after every transfer with the span's name, and its
-                start and end in seconds of `time.perf_counter`.
+            listener: Function that is called after every transfer (`publish`) and every part of its
+                verification (`verify`, `probe`) with the span's name, and its start and end in
+                seconds of `time.perf_counter`.
             probe: Probe of the engine's log-probs; None with `engine.verify=never`.
         """
         self._plan = plan
@@ -836,6 +837,7 @@ class RemotePublisher:
             read=snapshots.read,
             read_previous=snapshots.read_served,
             copied_names=copied_names,
+            listener=self._listener,
         )
 
 

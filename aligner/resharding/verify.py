@@ -44,8 +44,9 @@ _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF: return 0
 
 # Integer dtype by element size in bytes.
 _BITS_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Number of elements that are converted to int64 at a time; the block fits in the CPU's cache.
-_BLOCK = 1 << 17
+# Number of elements that are converted to int64 at a time, by type of device: few enough to fit
+# into the cache of a CPU, and enough to occupy a GPU.
+_BLOCKS = {"cpu": 1 << 17, "cuda": 1 << 20}
 
 
 def world_store(rank: int, size: int, timeout: timedelta) -> Store:
@@ -190,7 +191,7 @@ def checksum(tensor: Tensor, shape: tuple[int, ...], axis: int | None, start: in
         (start, 0) if axis == 0 and len(shape) == 2 else (0, 0 if axis is None else start)
     )
     rows, width = bits.shape
-    step = max(1, _BLOCK // width)
+    step = max(1, _BLOCKS[bits.device.type] // width)
 
     # 2 * i + 1 with i = row * columns + column is the sum of a row weight and a column weight, so
     # that two sums per block replace a weight tensor of the size of the block.

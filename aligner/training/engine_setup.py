@@ -92,6 +92,12 @@ def _build_remote_publisher(
         )
         calls = GeneratorCalls(client.query_instance, has_restarted, client.connect, client.receive)
 
+    def add_span(name: str, start: float, end: float) -> None:
+        # In a synchronous run, the trainer records the weight transfer as a phase of its own.
+        is_recorded = name != "publish" or config.rollout.max_staleness > 0
+        if listener is not None and is_recorded:
+            listener(name, start, end)
+
     world = policy.world
     # The generator computes the same format from the same configuration, so that both sides derive
     # the same transfer plan without exchanging it.
@@ -107,8 +113,7 @@ def _build_remote_publisher(
         read=policy.runner.weights.read,
         run_on_rank0_and_share=run_and_broadcast_result,
         calls=calls,
-        # In a synchronous run, the trainer records the weight transfer as a phase of its own.
-        listener=listener if config.rollout.max_staleness > 0 else None,
+        listener=add_span,
         probe=_build_probe(config, policy, generator_format),
     )
 

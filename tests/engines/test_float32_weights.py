@@ -46,6 +46,7 @@ def published_biases(directory: str, settings: dict[str, str]) -> dict[str, Tens
         # as a snapshot holds them
         read_previous=lambda name: publisher._read(name).bfloat16(),
         begin_update=engine.begin_update,
+        held_weights=engine,
         copied_names=weights.copied_names,
     )
     publisher.publish(0)

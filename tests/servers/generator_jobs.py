@@ -21,10 +21,17 @@ from aligner.data.types import Prompt, Sample, create_empty_samples
 from aligner.engines.build import build_engine
 from aligner.engines.engine_protocol import SamplingOptions, compute_weight_format
 from aligner.engines.replicas import EarlyStopCondition, create_replica_group
+from aligner.engines.weight_probe import ProbeResult, build_run_probe, find_probe_problem
 from aligner.errors import AlignerError
 from aligner.models.model_source import model_directory
-from aligner.resharding.publisher import Publisher, plan_between_worlds
+from aligner.resharding.publisher import (
+    GeneratorCalls,
+    Publisher,
+    RemotePublisher,
+    plan_between_worlds,
+)
 from aligner.resharding.transport import Link
+from aligner.resharding.weight_update import PublishStats
 from aligner.schema import Config
 from aligner.servers.executor import SpmdExecutor
 from aligner.servers.generator_client import build_generate_request
@@ -157,6 +164,80 @@ def sync_during_generation(
         time.sleep(0.1)
         generating.update(2)
         return samples.result(10), generating.executor.submit("version").result(10)["version"]
+
+
+class ReferenceProbe:
+    """The probe of weights that transformers runs; see `WeightProbe`."""
+
+    def __init__(self, config: Config, wrong_version: int | None = None) -> None:
+        """With `wrong_version`, the log-probs of this version are those of other weights."""
+        from transformers import AutoModelForCausalLM
+
+        self._config = config
+        self._model = AutoModelForCausalLM.from_pretrained(model_directory(config))
+        self._sequences = build_run_probe(config, read_shape(model_directory(config)))
+        self._wrong_version = wrong_version
+        self.version = 0
+
+    @torch.no_grad()
+    def compute(self) -> Tensor:
+        """Return the log-probs of `version`."""
+        weights = weights_of(self._config, self.version + (self.version == self._wrong_version))
+        self._model.load_state_dict(weights, strict=False)
+        logits = self._model(self._sequences).logits[:, :-1].float()
+        return logits.log_softmax(-1).gather(-1, self._sequences[:, 1:, None])[..., 0]
+
+    def check(self, version: int, trainer_logprobs: Tensor, results: Sequence[Any]) -> float:
+        """Compare the results of all replicas."""
+        for values in results:
+            result = ProbeResult(**values)
+            problem = find_probe_problem(result, trainer_logprobs, 1e-4, has_experts=False)
+            if problem is not None:
+                raise AlignerError(problem)
+        return float(len(results))
+
+
+def sync_with_probe(
+    generating: Generating, config: Config, wrong_version: int
+) -> tuple[list[PublishStats], str]:
+    """Publish versions as an asynchronous trainer does, until the probe of `wrong_version` fails.
+
+    Returns the statistics of the versions before, and the error.
+    """
+    submit = generating.executor.submit
+    calls = GeneratorCalls(
+        lambda: "generator",
+        lambda instance: False,
+        lambda host, port, generation: submit(
+            "connect", host=host, port=port, generation=generation
+        ),
+        lambda version: submit("receive", version=version),
+    )
+    shape = read_shape(model_directory(config))
+    weight_format = compute_weight_format(config.engine, "cpu")
+    probe = ReferenceProbe(config, wrong_version)
+    publisher = RemotePublisher(
+        plan_between_worlds(shape, config.actor.parallel, weight_format),
+        0,
+        torch.device("cpu"),
+        weight_format,
+        config.engine,
+        host="127.0.0.1",
+        read=lambda name: weights_of(config, probe.version)[name],
+        run_on_rank0_and_share=lambda action: action(),
+        calls=calls,
+        probe=probe,
+    )
+    found = []
+    for version in range(1, wrong_version + 1):
+        probe.version = version
+        try:
+            publisher.publish(version)
+        except AlignerError as error:
+            return found, str(error)
+        assert publisher.stats is not None
+        found.append(publisher.stats)
+    raise AssertionError("the probe did not fail")
 
 
 def sync_between_requests(

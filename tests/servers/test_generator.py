@@ -35,6 +35,7 @@ from tests.servers.generator_jobs import (
     run_generator,
     sync_between_requests,
     sync_during_generation,
+    sync_with_probe,
     weights_of,
 )
 from tests.servers.roles import RunningRole
@@ -314,6 +315,20 @@ def test_unfinished_responses_resume_in_next_request(pool, overrides):
         assert other.response[:length].tolist() == drawn.response.tolist()
         assert other.weight_versions.tolist() == [1] * length + [2] * (len(other.response) - length)
         torch.testing.assert_close(end.engine_logprobs, expected.engine_logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.promise("weight-sync-is-verified")
+def test_probe_of_every_version_is_compared_with_its_snapshot(pool, overrides):
+    chosen = (*overrides, *LAYOUTS["DP2"])
+    config = compose_config(chosen)
+    stats, error = pool.run(run_generator, 2, chosen, sync_with_probe, config, 3)[0]
+    assert [each.version for each in stats] == [1, 2]
+    for each in stats:
+        assert each.probe_logprob_abs == 2, "both replicas"
+        assert each.probe_seconds > 0
+        assert each.verify_seconds > 0
+    assert "position " in error
+    assert "; the tolerance is 0.0001" in error
 
 
 def test_error_on_one_replica_refuses_request_on_all_replicas(pool, overrides, drawn_by):

@@ -40,7 +40,7 @@ _process = UnquantizedLinearMethod.process_weights_after_loading
 _restore = layerwise._copy_and_restore_kernel_tensors
 
 
-def _set_fault(self, fault, name):
+def _set_fault(self, fault, layer):
     """Set the fault of the next updates, or flip a bit of a parameter at once."""
     RoutedExperts._load_w2 = _load_expert
     UnquantizedLinearMethod.process_weights_after_loading = _process
@@ -48,7 +48,7 @@ def _set_fault(self, fault, name):
     model = self.weight_transfer_engine.model
 
     if fault == "flip":
-        dict(model.named_parameters())[name].data.view(torch.int32).view(-1)[-1] ^= 1
+        dict(model.named_parameters())[layer].data.view(torch.int32).view(-1)[-1] ^= 1
     elif fault == "skip_expert":
         target = [each for each in model.modules() if isinstance(each, RoutedExperts)][1]
 
@@ -59,22 +59,22 @@ def _set_fault(self, fault, name):
 
         RoutedExperts._load_w2 = skip
     elif fault == "corrupt":
-        target = model.get_submodule(name)
+        target = model.get_submodule(layer)
 
-        def restore_corrupted(layer, info):
-            _restore(layer, info)
-            if layer is target:
-                layer.weight.data[-1] += 1e-3
+        def restore_corrupted(loaded, info):
+            _restore(loaded, info)
+            if loaded is target:
+                loaded.weight.data[-1] += 1e-3
 
         layerwise._copy_and_restore_kernel_tensors = restore_corrupted
     elif fault == "stale":
-        target = model.get_submodule(name)
+        target = model.get_submodule(layer)
 
-        def keep_old(layer, info):
-            if layer is target:
-                layerwise._place_kernel_tensors(layer, info)
+        def keep_old(loaded, info):
+            if loaded is target:
+                layerwise._place_kernel_tensors(loaded, info)
             else:
-                _restore(layer, info)
+                _restore(loaded, info)
 
         layerwise._copy_and_restore_kernel_tensors = keep_old
 
@@ -82,8 +82,8 @@ def _set_fault(self, fault, name):
 AlignerWorker.set_fault = _set_fault
 '''
 SERVER_CODE = """
-async def _set_fault(self, fault, name):
-    await self._call_workers("set_fault", fault=fault, name=name)
+async def _set_fault(self, fault, layer):
+    await self._call_workers("set_fault", fault=fault, layer=layer)
 
 
 Server._set_fault = _set_fault
@@ -100,9 +100,9 @@ class Faulty:
         self.directory = directory
         self.version = 0
 
-    def set_fault(self, fault: str, name: str = "") -> None:
+    def set_fault(self, fault: str, layer: str = "") -> None:
         client: Any = self.engine._client
-        order = client._program.execute("set_fault", fault=fault, name=name)
+        order = client._program.execute("set_fault", fault=fault, layer=layer)
         client._loop.run("setting a fault", order, 60)
 
     def sync(self) -> list[str]:

@@ -51,13 +51,22 @@ class _Copy:
     stride: tuple[int, ...]
     """Strides of the slice in the parameter."""
 
-    def is_held_by(self, parameter: Tensor) -> bool:
-        """Return whether a parameter of the same layout contains the slice, bit by bit."""
-        if parameter.is_meta or parameter.untyped_storage().nbytes() == 0:
+    def is_held_by(self, layer: nn.Module) -> bool:
+        """Return whether the parameter contains the slice, bit by bit.
+
+        This is false if the layer has replaced the parameter by one with another layout.
+        """
+        parameter: Tensor | None = getattr(layer, self.parameter, None)
+        if parameter is None or parameter.is_meta:
             return False
-        held = parameter.data.as_strided(
-            self.source.shape, self.stride, parameter.storage_offset() + self.offset
+        start = parameter.storage_offset() + self.offset
+        steps = (
+            (size - 1) * stride for size, stride in zip(self.source.shape, self.stride, strict=True)
         )
+        end = start + sum(steps) + 1
+        if end * parameter.element_size() > parameter.untyped_storage().nbytes():
+            return False
+        held = parameter.data.as_strided(self.source.shape, self.stride, start)
         # A parameter in float32 may have received values of a smaller data type.
         bits_dtype = _BITS_DTYPES[self.source.element_size()]
         held_bits = held.to(self.source.dtype).contiguous().view(bits_dtype)
@@ -124,9 +133,7 @@ class LoadRecorder(TorchDispatchMode):
             self._compare(layer)
             result = process(*args, **kwargs)  # type: ignore[misc]
             with self._suspended():
-                is_converted = not all(
-                    copy.is_held_by(getattr(layer, copy.parameter)) for copy in self._copies
-                )
+                is_converted = not all(copy.is_held_by(layer) for copy in self._copies)
             return result
 
         try:
@@ -179,7 +186,7 @@ class LoadRecorder(TorchDispatchMode):
             self._missing_elements[name] -= count
         if layer is self._layer:
             self._copies.append(copy)
-        elif not copy.is_held_by(getattr(layer, parameter)):
+        elif not copy.is_held_by(layer):
             self._add_wrong(layer, copy)
 
     def _record_derived(self, result: Tensor, args: tuple[Any, ...]) -> None:
@@ -200,8 +207,8 @@ class LoadRecorder(TorchDispatchMode):
     def _locate(self, target: Tensor) -> tuple[nn.Module, str] | None:
         """Return the layer and the name of the parameter whose memory contains a tensor."""
         address = target.untyped_storage().data_ptr()
-        layers = [self._layer] if self._layer is not None else self._model.modules()
-        for layer in layers:
+        loaded_layers = [] if self._layer is None else [self._layer]
+        for layer in (*loaded_layers, *self._model.modules()):
             for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
                 if (
                     tensor is not None
@@ -215,7 +222,7 @@ class LoadRecorder(TorchDispatchMode):
         """Compare the copies into a layer with its parameters."""
         with self._suspended():
             for copy in self._copies:
-                if not copy.is_held_by(getattr(layer, copy.parameter)):
+                if not copy.is_held_by(layer):
                     self._add_wrong(layer, copy)
 
     def _add_wrong(self, layer: nn.Module, copy: _Copy) -> None:

@@ -81,6 +81,8 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedTensors]):
     supports_draft_weight_update = False
     should_verify = False
     """Whether the parameters are compared with the received weights in the next update."""
+    recorder: held_weights.LoadRecorder | None = None
+    """Recorder of the last update; None if it is not verified."""
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         """Do nothing; the transfer needs no initialization."""
@@ -122,10 +124,7 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedTensors]):
                 parameter.weight_loader = inspect.unwrap(loader)
             self._track_loading(parameter, tied_names.get(name, name))
 
-        self.recorder: held_weights.LoadRecorder | None = None
-        """Recorder of this update; None if it is not verified."""
-        if self.should_verify:
-            self.recorder = held_weights.LoadRecorder(self.model)
+        self.recorder = held_weights.LoadRecorder(self.model) if self.should_verify else None
 
         for name, module in self.model.named_modules():
             if name.rpartition(".")[2] in _LATENT_NORMS:
