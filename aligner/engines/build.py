@@ -118,6 +118,16 @@ def _import_own_engine_class(settings: EngineConfig, module: str, name: str) -> 
     # with their names.
     if missing := sorted(engine_class.__abstractmethods__):
         raise ConfigError(f"{key}: does not define {', '.join(missing)}")
+    can_verify = any(
+        getattr(engine_class, name) is not getattr(GenerationEngine, name)
+        for name in ("held_weights", "find_wrong_weights")
+    )
+    if settings.verify != "never" and not can_verify:
+        raise ConfigError(
+            f"{key}: does not define held_weights, which engine.verify={settings.verify} requires;"
+            " return the engine's parameters by their Hugging Face names, or set"
+            " engine.verify=never"
+        )
     parameters = inspect.signature(engine_class).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     for argument in settings.arguments:

@@ -650,14 +650,9 @@ class GenerationEngine(ABC):
         `engine.verify` compares them with the trainer's weights. An engine that cannot return them
         overrides `find_wrong_weights` and `find_changed_weights` instead.
 
-        Raises:
-            AlignerError: The engine does not define the method.
+        `build_engine` refuses an engine class without one of the two.
         """
-        raise AlignerError(
-            f"{type(self).__name__} does not define held_weights, which engine.verify"
-            f"={self._settings.verify} requires: return the engine's parameters by their Hugging"
-            " Face names, or set engine.verify=never"
-        )
+        raise NotImplementedError
 
     @property
     def shared_names(self) -> Container[str]:

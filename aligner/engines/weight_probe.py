@@ -10,7 +10,7 @@ sometimes routes a token to another expert, which changes the log-probs of its s
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -30,9 +30,28 @@ _LENGTH = 16
 _GENERATED = 4
 """Number of tokens of a sequence that an engine generates if it cannot score given tokens."""
 
-TOLERANCES: Mapping[str, float] = {"fp32": 1e-3, "bf16": 0.5, "fp8": 1.0}
-"""Maximum difference of two log-probs in nats, by the less precise of the precisions of engine and
-trainer. docs/engine.md derives the values."""
+_TOLERANCES = {"fp32": 1e-3, "bf16": 0.5, "fp8": 1.0}
+"""Maximum difference of two log-probs in nats, by precision. docs/engine.md derives the values."""
+
+
+@dataclass(frozen=True)
+class ProbeTolerance:
+    """Maximum difference of the log-probs of engine and trainer."""
+
+    nats: float
+    uses_median: bool
+    """Whether the tolerance applies to the median of all positions instead of their maximum.
+
+    With fewer than 32 bits, the rounding errors of single positions have a long tail. In a mixture
+    of experts, rounding can route a token to another expert.
+    """
+
+    @classmethod
+    def for_precisions(cls, precisions: Sequence[str], shape: ModelShape) -> "ProbeTolerance":
+        """Return the tolerance for the precisions of engine and trainer: fp32, bf16 or fp8."""
+        nats = max(_TOLERANCES[precision] for precision in precisions)
+        has_low_precision = any(precision != "fp32" for precision in precisions)
+        return cls(nats, has_low_precision or shape.num_experts > 0)
 
 
 @dataclass(frozen=True)
@@ -126,7 +145,7 @@ def _step_until_done(engine: GenerationEngine, futures: Sequence[Future[Any]], m
 
 
 def find_probe_problem(
-    result: ProbeResult, trainer_logprobs: Tensor, tolerance: float, *, has_experts: bool
+    result: ProbeResult, trainer_logprobs: Tensor, tolerance: ProbeTolerance
 ) -> str | None:
     """Return how the log-probs of an engine differ from the trainer's by more than the tolerance;
     None if they do not.
@@ -134,24 +153,27 @@ def find_probe_problem(
     Args:
         result: Result of the engine.
         trainer_logprobs: Log-probs of the trainer for the same tokens, float32 [4, L].
-        tolerance: Maximum difference in nats.
-        has_experts: Whether the model has experts. Rounding can then route a token to another
-            expert, so that only the median of the differences is compared.
+        tolerance: Maximum difference.
     """
     if result.error is not None:
         return result.error
     engine_logprobs = torch.tensor(result.logprobs)
     # NaN is not below any tolerance, and must be the worst position.
     differences = (engine_logprobs - trainer_logprobs).abs().nan_to_num(math.inf, math.inf)
-    statistic = differences.median() if has_experts else differences.max()
-    if statistic <= tolerance:
+    maximum = float(differences.max())
+    median = float(differences.median())
+    # A single position with NaN is wrong, whatever the others are.
+    uses_median = tolerance.uses_median and math.isfinite(maximum)
+    if (median if uses_median else maximum) <= tolerance.nats:
         return None
     sequence, index = divmod(int(differences.argmax()), differences.shape[1])
     tokens = result.tokens[sequence]
     position = len(tokens) - differences.shape[1] + index
-    median = f"; the median difference is {float(statistic):.3g}" if has_experts else ""
-    return (
+    problem = (
         f"position {position} of probe sequence {sequence} (token {tokens[position]}): the log-prob"
         f" of the engine is {float(engine_logprobs[sequence, index]):.6g}, that of the trainer is"
-        f" {float(trainer_logprobs[sequence, index]):.6g}{median}; the tolerance is {tolerance:g}"
+        f" {float(trainer_logprobs[sequence, index]):.6g}"
     )
+    if uses_median:
+        problem += f"; the median difference of all positions is {median:.3g}"
+    return f"{problem}; the tolerance is {tolerance.nats:g}"

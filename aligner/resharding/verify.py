@@ -46,7 +46,7 @@ _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF: return 0
 _BITS_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Number of elements that are converted to int64 at a time, by type of device: few enough to fit
 # into the cache of a CPU, and enough to occupy a GPU.
-_BLOCKS = {"cpu": 1 << 17, "cuda": 1 << 20}
+_BLOCKS = {"cpu": 1 << 18, "cuda": 1 << 20}
 
 
 def world_store(rank: int, size: int, timeout: timedelta) -> Store:

@@ -15,8 +15,8 @@ from torch import Tensor
 from aligner.data.collectives import gather_json
 from aligner.engines.engine_protocol import GenerationEngine, SpanListener
 from aligner.engines.weight_probe import (
-    TOLERANCES,
     ProbeResult,
+    ProbeTolerance,
     build_run_probe,
     find_probe_problem,
     run_probe,
@@ -43,12 +43,13 @@ class PolicyProbe:
         shape = policy.runner.shape
         self.sequences = build_run_probe(config, shape)
         """Token ids of the probe, int64 [4, T]."""
-        self._has_experts = shape.num_experts > 0
         trainer_precision = config.actor.precision
         if trainer_precision == "auto":
             trainer_precision = "bf16" if policy.world.device.type == "cuda" else "fp32"
         engine_precision = "bf16" if engine_format.dtype == torch.bfloat16 else "fp32"
-        self._tolerance = max(TOLERANCES[trainer_precision], TOLERANCES[engine_precision])
+        self._tolerance = ProbeTolerance.for_precisions(
+            (trainer_precision, engine_precision), shape
+        )
 
     def compute(self) -> Tensor:
         """Return the policy's log-probs, float32 [4, T-1]; see `WeightProbe.compute`."""
@@ -102,9 +103,7 @@ class PolicyProbe:
             expected = logprobs
             if result.error is None:
                 expected = logprobs[:, -len(result.logprobs[0]) :]
-            problem = find_probe_problem(
-                result, expected, self._tolerance, has_experts=self._has_experts
-            )
+            problem = find_probe_problem(result, expected, self._tolerance)
             if problem is not None:
                 problems.append(f"engine replica {replica}: {problem}")
             else:

@@ -11,6 +11,7 @@ import torch
 from aligner.engines.engine_protocol import GenerationEngine
 from aligner.engines.weight_probe import (
     ProbeResult,
+    ProbeTolerance,
     build_probe,
     find_probe_problem,
     run_probe,
@@ -53,7 +54,7 @@ def test_probe_of_every_engine_equals_transformers(directory, kind):
     scored = len(result.logprobs[0])
     assert scored == (15 if engine.can_score else 4)
     expected = reference_logprobs(directory, result.tokens)[:, -scored:]
-    assert find_probe_problem(result, expected, 1e-4, has_experts=False) is None
+    assert find_probe_problem(result, expected, ProbeTolerance(1e-4, False)) is None
     assert [row[:-scored] for row in result.tokens] == sequences[:, :-scored].tolist()
 
 
@@ -76,8 +77,8 @@ TRAINER = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]])
 
 def test_largest_difference_is_reported_with_position_and_values():
     result = ProbeResult(TOKENS, [[-1.0, -2.0], [-3.25, -4.1]])
-    assert find_probe_problem(result, TRAINER, 0.3, has_experts=False) is None
-    assert find_probe_problem(result, TRAINER, 0.2, has_experts=False) == (
+    assert find_probe_problem(result, TRAINER, ProbeTolerance(0.3, False)) is None
+    assert find_probe_problem(result, TRAINER, ProbeTolerance(0.2, False)) == (
         "position 1 of probe sequence 1 (token 9): the log-prob of the engine is -3.25, that of the"
         " trainer is -3; the tolerance is 0.2"
     )
@@ -85,22 +86,32 @@ def test_largest_difference_is_reported_with_position_and_values():
 
 def test_nan_is_above_every_tolerance():
     result = ProbeResult(TOKENS, [[-1.0, math.nan], [-3.0, -4.0]])
-    problem = find_probe_problem(result, TRAINER, 0.5, has_experts=False)
+    problem = find_probe_problem(result, TRAINER, ProbeTolerance(0.5, False))
     assert problem is not None
     assert problem.startswith(
         "position 2 of probe sequence 0 (token 7): the log-prob of the engine is nan"
     )
+    assert find_probe_problem(result, TRAINER, ProbeTolerance(0.5, True)) == problem
+
+
+def test_tolerance_depends_on_precision_and_experts(directory):
+    shape = engines.shape_of(directory)
+    assert ProbeTolerance.for_precisions(("fp32", "fp32"), shape) == ProbeTolerance(1e-3, False)
+    assert ProbeTolerance.for_precisions(("fp32", "bf16"), shape) == ProbeTolerance(0.5, True)
+    assert ProbeTolerance.for_precisions(("fp8", "bf16"), shape) == ProbeTolerance(1.0, True)
 
 
 def test_rerouted_token_of_experts_is_tolerated():
     result = ProbeResult(TOKENS, [[-1.0, -2.0], [-3.0, -6.0]])
-    assert find_probe_problem(result, TRAINER, 0.1, has_experts=True) is None
+    assert find_probe_problem(result, TRAINER, ProbeTolerance(0.1, True)) is None
     shifted = ProbeResult(TOKENS, [[-2.0, -3.0], [-4.0, -4.0]])
-    problem = find_probe_problem(shifted, TRAINER, 0.1, has_experts=True)
+    problem = find_probe_problem(shifted, TRAINER, ProbeTolerance(0.1, True))
     assert problem is not None
-    assert problem.endswith("; the median difference is 1; the tolerance is 0.1")
+    assert problem.endswith("; the median difference of all positions is 1; the tolerance is 0.1")
 
 
 def test_error_of_the_engine_is_the_problem():
     result = ProbeResult([], [], "the engine has no weights")
-    assert find_probe_problem(result, TRAINER, 1, has_experts=False) == "the engine has no weights"
+    assert (
+        find_probe_problem(result, TRAINER, ProbeTolerance(1, False)) == "the engine has no weights"
+    )

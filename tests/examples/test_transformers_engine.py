@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from aligner_examples.transformers_engine import TransformersEngine
 
 from aligner.checks.check import check
 from aligner.config.compose import compose_config
@@ -14,6 +15,7 @@ from aligner.data.types import Prompt
 from aligner.engines.build import build_engine
 from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError, ConfigError
+from aligner.observability.trace import read_spans
 from aligner.schema import EngineConfig
 from benchmarks.runs import Launch
 from tests.engines import engines
@@ -28,6 +30,12 @@ SETTINGS = EngineConfig(
 
 class IncompleteEngine(GenerationEngine):
     """An engine without methods."""
+
+
+class UnverifiableEngine(TransformersEngine):
+    """An engine that does not return its parameters."""
+
+    held_weights = GenerationEngine.held_weights  # type: ignore[assignment]
 
 
 def build(directory: Path, **changes: object) -> GenerationEngine:
@@ -74,6 +82,10 @@ def test_samples_depend_on_their_key_and_have_exact_logprobs(tmp_path: Path) -> 
             {"kind": f"{__name__}:IncompleteEngine"},
             "IncompleteEngine: does not define begin_update, has_work, interrupt, release,",
         ),
+        (
+            {"kind": f"{__name__}:UnverifiableEngine"},
+            "UnverifiableEngine: does not define held_weights, which engine.verify=sync requires;",
+        ),
         ({"update": "shared"}, "engine.update=shared: is not supported with your own engine"),
     ],
 )
@@ -112,4 +124,11 @@ def test_run_trains_with_own_engine(tmp_path: Path, placement: str) -> None:
         run = launch.finish(400)
     assert run.code == 0, run.report()
     assert [step["mismatch/logprob_abs"] < 1e-5 for step in run.metrics] == [True] * 2
+    assert [step["verify/version"] for step in run.metrics] == [0, 1]
+    for step in run.metrics:
+        assert step["verify/logprob_abs"] < 1e-4
+        assert step["verify/checksum_seconds"] > 0
+        assert step["verify/probe_seconds"] > 0
+    spans = {span.name for span in read_spans(run.paths) if span.rank == 0}
+    assert {"verify", "probe"} <= spans
     assert run.metrics[-1]["policy/grad_norm"] > 0

@@ -21,7 +21,12 @@ from aligner.data.types import Prompt, Sample, create_empty_samples
 from aligner.engines.build import build_engine
 from aligner.engines.engine_protocol import SamplingOptions, compute_weight_format
 from aligner.engines.replicas import EarlyStopCondition, create_replica_group
-from aligner.engines.weight_probe import ProbeResult, build_run_probe, find_probe_problem
+from aligner.engines.weight_probe import (
+    ProbeResult,
+    ProbeTolerance,
+    build_run_probe,
+    find_probe_problem,
+)
 from aligner.errors import AlignerError
 from aligner.models.model_source import model_directory
 from aligner.resharding.publisher import (
@@ -191,7 +196,7 @@ class ReferenceProbe:
         """Compare the results of all replicas."""
         for values in results:
             result = ProbeResult(**values)
-            problem = find_probe_problem(result, trainer_logprobs, 1e-4, has_experts=False)
+            problem = find_probe_problem(result, trainer_logprobs, ProbeTolerance(1e-4, False))
             if problem is not None:
                 raise AlignerError(problem)
         return float(len(results))

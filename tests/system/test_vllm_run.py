@@ -37,6 +37,7 @@ def test_vllm_log_probs_equal_trainer_log_probs(
     assert run.code == 0, run.report()
     assert [step["mismatch/logprob_abs"] < 1e-4 for step in run.metrics] == [True] * 3
     assert run.metrics[-1]["publish/changed"] > 0
+    assert [step["verify/logprob_abs"] < 1e-4 for step in run.metrics] == [True] * 3
     assert run.metrics[-1]["policy/grad_norm"] > 0
 
 

@@ -17,7 +17,12 @@ import torch
 
 from aligner.engines.vllm import program_client
 from aligner.engines.vllm.vllm_engine import VLLMEngine
-from aligner.engines.weight_probe import build_probe, find_probe_problem, run_probe
+from aligner.engines.weight_probe import (
+    ProbeTolerance,
+    build_probe,
+    find_probe_problem,
+    run_probe,
+)
 from aligner.errors import AlignerError
 from tests.engines import engines
 from tests.engines.vllm.shared_clients import NEEDED
@@ -147,7 +152,7 @@ def test_probe_equals_transformers(faulty):
     with torch.no_grad():
         logprobs = model(sequences).logits[:, :-1].log_softmax(-1)
     expected = logprobs.gather(-1, sequences[:, 1:, None])[..., 0]
-    assert find_probe_problem(result, expected, 1e-4, has_experts=False) is None
+    assert find_probe_problem(result, expected, ProbeTolerance(1e-4, False)) is None
 
 
 def test_missing_expert_is_named(faulty):
