@@ -74,8 +74,8 @@ def build_probe(shape: ModelShape, max_sequence_length: int, seed: int) -> Tenso
         max_sequence_length: Maximum number of tokens of a sequence in the engine.
         seed: Seed of the run.
     """
-    # vLLM generates one token after the scored ones.
-    longest = min(max_sequence_length, shape.max_positions) - 1
+    # vLLM generates one token after the scored ones. The first token of a sequence has no log-prob.
+    longest = max(2, min(max_sequence_length, shape.max_positions) - 1)
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(shape.vocab_size, (_SEQUENCES, min(_LENGTH, longest)), generator=generator)
 

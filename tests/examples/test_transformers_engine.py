@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from aligner_examples.transformers_engine import TransformersEngine
 
 from aligner.checks.check import check
 from aligner.config.compose import compose_config
@@ -17,6 +16,7 @@ from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest,
 from aligner.errors import AlignerError, ConfigError
 from aligner.observability.trace import read_spans
 from aligner.schema import EngineConfig
+from aligner_examples.transformers_engine import TransformersEngine
 from benchmarks.runs import Launch
 from tests.engines import engines
 from tests.rounds import slow

@@ -199,10 +199,15 @@ class LoadRecorder(TorchDispatchMode):
             for each in arg
             if isinstance(each, Tensor)
         ]
+        address = result.untyped_storage().data_ptr()
+        if any(address == _get_address(each) for each in tensors):
+            return  # a view, or the result of an operation in place
         names = frozenset[str]().union(*(self._get_names(each) for each in tensors))
-        # A view has the memory of its tensor.
-        if names and not self._get_names(result):
+        if names:
             self._add_source(result, names)
+        else:
+            # The memory may have contained received values before.
+            self._sources.pop(address, None)
 
     def _locate(self, target: Tensor) -> tuple[nn.Module, str] | None:
         """Return the layer and the name of the parameter whose memory contains a tensor."""
@@ -254,6 +259,11 @@ class LoadRecorder(TorchDispatchMode):
             yield
         finally:
             self._is_suspended = was_suspended
+
+
+def _get_address(tensor: Tensor) -> int | None:
+    """Return the address of a tensor's memory; None if it has none."""
+    return None if tensor.is_meta else tensor.untyped_storage().data_ptr()
 
 
 def compute_parameter_checksums(model: nn.Module) -> dict[str, int]:
