@@ -580,8 +580,8 @@ class RemotePublisher:
         self._plan = plan
         self._probe = probe
         self._probe_logprobs: dict[int, tuple[Tensor, float]] = {}
-        """The trainer's log-probs of the probe by weight version, and the seconds that they took.
-        """
+        """The trainer's log-probs of the probe by weight version, and the seconds that they took;
+        on rank 0."""
         self._has_probed = False
         self._rank = rank
         self._device = device
@@ -643,7 +643,8 @@ class RemotePublisher:
             start = time.perf_counter()
             logprobs = self._probe.compute()
             end = time.perf_counter()
-            self._probe_logprobs[version] = (logprobs, end - start)
+            if self._calls is not None:
+                self._probe_logprobs[version] = (logprobs, end - start)
             if self._listener is not None:
                 self._listener("probe", start, end)
         self._snapshots.take(version)

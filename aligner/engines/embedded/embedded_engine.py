@@ -484,6 +484,7 @@ class EmbeddedEngine(GenerationEngine):
             self._swap_weights(target)
         self._state.decoder.set_weights(self._weights.tensors)
         self._state.version = version
+        self._verified_version = None
 
     def _swap_weights(self, target: EngineWeights) -> None:
         """Exchange the active weights and the spare weights."""

@@ -357,6 +357,7 @@ class ExternalEngine(GenerationEngine):
         self._replica.run_on_client("finishing the weight update", finish)
         self._is_cache_asleep = False
         self._version = version
+        self._verified_version = None
 
 
 def _free_cached_memory() -> None:
