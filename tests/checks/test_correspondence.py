@@ -15,7 +15,14 @@ FITS_ALONE = {"model", "dry_run"}
 """Sections without a checks file. `model` is checked when its shape is read."""
 SHARED = {"trained_model"}
 """Files that several sections share."""
-OF_CHECKS = {"check", "pod_jobs", "source_types", "vllm_arguments"}
+OF_CHECKS = {
+    "check",
+    "pod_jobs",
+    "refused_arguments",
+    "source_types",
+    "tensorrt_llm_arguments",
+    "vllm_arguments",
+}
 """Checks files that do not belong to a single section."""
 OF_SCHEMA = {
     "conditions",
