@@ -605,6 +605,8 @@ class RemotePublisher:
         self._publisher: Publisher | None = None
         self.stats: PublishStats | None = None
         """Statistics of the newest publish."""
+        self._moved_stats: PublishStats | None = None
+        """Statistics of the newest publish without its probe."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._move_count = self._link_generation = 0
         self._served_version = -1
@@ -728,13 +730,14 @@ class RemotePublisher:
         receive_future = calls.receive(version)
         receive_future.add_done_callback(self._abort_if_failed)
         answer = _run_both(receive_future, lambda: self._execute_move(version=version))
-        self._check_probe(version, answer)
+        self.stats = self._check_probe(version, answer)
         self._served_version = version
         if self._listener is not None:
             self._listener("publish", start, time.perf_counter())
 
-    def _check_probe(self, version: int, answer: Mapping[str, Any]) -> None:
-        """Compare the engine's log-probs of the probe with the trainer's. Rank 0 only.
+    def _check_probe(self, version: int, answer: Mapping[str, Any]) -> PublishStats | None:
+        """Compare the engine's log-probs of the probe with the trainer's, and return the statistics
+        of the weight sync. Rank 0 only.
 
         Args:
             version: Version of the weights.
@@ -745,18 +748,20 @@ class RemotePublisher:
         """
         # Engines that cannot score given tokens compute no probe.
         if "probe" not in answer or self._probe is None or version not in self._probe_logprobs:
-            return
+            return self._moved_stats
         trainer_logprobs, trainer_seconds = self._probe_logprobs[version]
         difference = self._probe.check(version, trainer_logprobs, answer["probe"])
-        if self.stats is not None:
-            self.stats = replace(
-                self.stats,
-                probe_seconds=trainer_seconds + answer["probe_seconds"],
-                probe_logprob_abs=difference,
-            )
         # A restarted generator may need this version again, but no older one.
         for old_version in [key for key in self._probe_logprobs if key < version]:
             del self._probe_logprobs[old_version]
+
+        stats = self._moved_stats
+        assert stats is not None, "the weights were published before the answer"
+        return replace(
+            stats,
+            probe_seconds=trainer_seconds + answer["probe_seconds"],
+            probe_logprob_abs=difference,
+        )
 
     def _abort_if_failed(self, receive_future: Future[Any]) -> None:
         """Abort the publish on the trainer's ranks if the generator has refused it or is lost, so
@@ -813,7 +818,11 @@ class RemotePublisher:
                 raise AlignerError("the trainer is not connected to the generator")
             self._snapshots.select(version, self._timeout.total_seconds())
             with on_stream(self._stream):
-                self.stats = self._publisher.publish(version)
+                stats = self._publisher.publish(version)
+            self._moved_stats = stats
+            # On rank 0, the weight sync is complete only after its probe.
+            if self._calls is None:
+                self.stats = stats
             self._snapshots.release_below(version)
 
     def _connect_publisher(self, generation: int) -> Publisher:

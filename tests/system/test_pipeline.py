@@ -37,6 +37,9 @@ def test_asynchronous_samples_are_one_version_old(undisturbed: Finished) -> None
     assert [step["staleness/max"] for step in steps] == [0, *[1] * (STEPS - 1)]
     assert [step["staleness/mean"] for step in steps] == [0, *[1] * (STEPS - 1)]
     assert all("time/reshard" not in step and step["time/snapshot"] >= 0 for step in steps)
+    for step in steps:
+        assert 0 <= step["verify/version"] < step["step"]
+        assert step["verify/logprob_abs"] < 1e-4
 
 
 @pytest.mark.promise("every-role-killed-keeps-weights")
