@@ -8,7 +8,7 @@ pip := $(bin)/python -m pip --disable-pip-version-check -qq
 unexport PYTHONDONTWRITEBYTECODE
 pytest := $(bin)/python -m pytest --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-rest test-all test-families test-frameworks test-container lint types docs gpu-check install clean
+.PHONY: demo test test-rest test-all test-families test-frameworks test-container test-matrix lint types docs gpu-check install clean
 
 demo: $(installed)
 	$(bin)/aligner launch experiment=smollm2_sentiment
@@ -58,6 +58,12 @@ types: $(installed)
 # Build docs/ as a website with a search that needs no server: build/docs/index.html. Warnings are errors.
 docs: $(installed)
 	$(bin)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet --jobs 2 docs build/docs
+
+# Run a part of the tests with other releases of Python, megatron-core, numpy and transformers, and write
+# docs/compatibility.md. MATRIX selects combinations. An environment with CUDA libraries takes up to 6 GB, and is deleted
+# after its tests. All combinations take about an hour.
+test-matrix: $(installed)
+	$(bin)/python -m benchmarks.test_matrix $(MATRIX)
 
 # Check which parts of aligner work on the GPU of this machine, and print a table. Checks that passed before are skipped.
 gpu-check: $(installed)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -108,6 +109,22 @@ def _run(command: Sequence[str | Path], name: str) -> None:
 def _is_up_to_date(name: str) -> bool:
     mark = _place(name) / _INSTALLED
     return mark.exists() and mark.read_text() == _digest(name)
+
+
+def find_interpreter(version: str) -> Path | None:
+    """Return an interpreter of a version from pyenv or PATH, or None.
+
+    The interpreter must be able to start; pyenv's shim on PATH may not.
+    """
+    installed = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    on_path = shutil.which(f"python{version}")
+    for python in [
+        *sorted(installed.glob(f"{version}.*/bin/python")),
+        *([Path(on_path)] if on_path else []),
+    ]:
+        if subprocess.run([python, "-c", "import venv"], capture_output=True).returncode == 0:
+            return python
+    return None
 
 
 def site_packages(python: Path) -> str:

@@ -240,6 +240,14 @@ def run_to_end(
     return finished
 
 
+def run_of_interpreter(
+    python: str | Path, directory: Path, *overrides: str, timeout_s: float = 300
+) -> Finished:
+    """Run `tiny_ppo` with another Python interpreter, and return the run, also if it has failed."""
+    with Launch(directory, *overrides, python=python) as launch:
+        return launch.finish(timeout_s)
+
+
 def repeatable(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
     """Return metrics without those that measure time, or that depend on the time at which a weight
     sync is complete."""

@@ -108,7 +108,8 @@ def check_triton() -> Iterator[Finding]:
         yield Finding(
             "Triton",
             WARNING,
-            f"{found}; only offline algorithms work (sft, dpo, reward_model)",
+            f"{found}; only offline algorithms work (sft, dpo, reward_model), and runs with"
+            " server.python",
             remedy.removeprefix("install the server extra: "),
         )
         return

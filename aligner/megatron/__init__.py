@@ -6,10 +6,13 @@ libraries that cannot be imported.
 """
 
 import contextlib
+import importlib
+import logging
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -28,6 +31,9 @@ warnings.filterwarnings(
     "ignore", message=r".*(reduce_scatter_tensor|all_gather_into_tensor).* is deprecated"
 )
 warnings.filterwarnings("ignore", message=r".*CUDA_DEVICE_MAX_CONNECTIONS")
+
+# Release 0.19 logs for every model that it prefers HybridModel over GPTModel.
+logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager
@@ -61,8 +67,29 @@ def _replaced_modules(replacements: Mapping[str, ModuleType | None]) -> Iterator
             del sys.modules[name]
 
 
+class _PostponedModule(ModuleType):
+    """Stand-in of a module whose functions import the module when they are called."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            return getattr(importlib.import_module(self.__name__), name)(*arguments, **keywords)
+
+        return call
+
+
 _CHECKPOINT_STUB = ModuleType("torch.distributed.checkpoint")
 _CHECKPOINT_STUB.default_planner = None  # type: ignore[attr-defined]
+_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+# Since release 0.17, `import megatron.core` imports the first two modules, and with them torch's
+# checkpoints and setuptools; since release 0.18 also the third one, and with it torch's DTensor.
+_POSTPONED = (
+    "megatron.core.dist_checkpointing.serialization",
+    "torch.utils.cpp_extension",
+    f"{_FSDP}.utils",
+)
 
 # megatron-core imports wandb, if it is installed, for its own inference engine. The import adds a
 # second to the start of every rank.
@@ -74,6 +101,8 @@ _UNUSED_ON_CPUS = {
     "torch.distributed.fsdp": None,
     "torch.distributed.tensor": None,
     "torch.utils.tensorboard": None,
+    _FSDP: None,
+    **{name: _PostponedModule(name) for name in _POSTPONED},
 }
 
 BROKEN_LIBRARIES = import_libraries()

@@ -1,10 +1,10 @@
 """Patches that let megatron-core run on machines without CUDA, over gloo.
 
-With CUDA, `install` does nothing. megatron-core 0.16 is written for CUDA, but nothing in its
-layers, schedules or optimizers needs a GPU; only its names of devices, streams and tensor types,
-and its compiled kernels, prevent it from running on CPUs. All patches of the project are in this
-file, each with its reason, so that only this file must be checked for a new release of
-megatron-core.
+With CUDA, `install` does nothing. megatron-core is written for CUDA, but nothing in its layers,
+schedules or optimizers needs a GPU; only its names of devices, streams and tensor types, and its
+compiled kernels, prevent it from running on CPUs. All patches of the project are in this file, each
+with its reason. They fit the releases 0.16 to 0.19; other differences between these releases are in
+`core_releases`.
 """
 
 import contextlib

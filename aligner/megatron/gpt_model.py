@@ -283,10 +283,16 @@ def build_model(
     )
     # `PackedAttention` applies rotary positions itself.
     rotary = "rope" if transformer_engine else "none"
-    chunks = range(world.layout.virtual_pipeline)
-    return [
-        _build_chunk(shape, world, head, config, chunk, build_layers, rotary) for chunk in chunks
+    # megatron-core 0.19 builds norms of queries and keys only if this is set. Later, it makes
+    # megatron-core sum the gradients of norms, which is wrong for norms of all heads; see
+    # `_architecture_settings`.
+    config.qk_layernorm = shape.qk_norm is not None
+    chunks = [
+        _build_chunk(shape, world, head, config, chunk, build_layers, rotary)
+        for chunk in range(world.layout.virtual_pipeline)
     ]
+    config.qk_layernorm = shape.qk_norm == "head"
+    return chunks
 
 
 def _build_chunk(
@@ -378,14 +384,16 @@ def _clear_vocabulary_padding(model: GPTModel, padding: int, world: World) -> No
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:
-    # megatron-core marks a sharded weight only when it initializes the weight. Without the mark,
-    # the gradient norm would count only the shard of the first tensor rank.
+    # megatron-core before 0.18 marks a sharded weight only when it initializes the weight. Without
+    # the mark, the gradient norm would count only the shard of the first tensor rank.
     for module in model.modules():
         is_sharded = isinstance(
             module, (ColumnParallelLinear, VocabParallelEmbedding, RowParallelLinear)
         )
         # A tied head on the embedding's stage has no weight of its own.
-        if is_sharded and module.weight is not None:
+        if not is_sharded or module.weight is None:
+            continue
+        if not hasattr(module.weight, "tensor_model_parallel"):
             dimension = int(isinstance(module, RowParallelLinear))
             set_tensor_model_parallel_attributes(
                 module.weight, is_parallel=True, dim=dimension, stride=1

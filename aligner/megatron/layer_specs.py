@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from aligner.megatron.attention import PackedAttention
+from aligner.megatron.core_releases import get_submodules, replace_module
 from aligner.megatron.decoder_layers import DecoderLayer, ParallelResidualLayer, ResidualAdd
 from aligner.megatron.expert_router import ExpertRouter, ExpertsLayer
 from aligner.megatron.gated_delta_net import GatedDeltaNet
@@ -102,8 +103,9 @@ def _local_spec(
         _set_attention(parts.self_attention.submodules, shape, config, layer_shape, exact=exact)
 
     if shape.ffn_bias and layer_shape.is_dense:
-        parts.mlp.submodules.linear_fc1 = BiasedColumnParallelLinear
-        parts.mlp.submodules.linear_fc2 = BiasedRowParallelLinear
+        feed_forward = get_submodules(parts.mlp)
+        feed_forward.linear_fc1 = BiasedColumnParallelLinear
+        feed_forward.linear_fc2 = BiasedRowParallelLinear
     # The router of megatron-core 0.16 tests whether this name is None, but defines it only if
     # transformer-engine is installed.
     moe_utils.te_general_gemm = None
@@ -140,13 +142,14 @@ def _set_experts(
     """
     spec.module = ExpertsLayer
     spec.params["routing_index"] = routing_index
-    mixture = spec.submodules.mlp.submodules
+    mixture = get_submodules(spec.submodules.mlp)
     mixture.router = partial(ExpertRouter, experts=experts)
     if experts.has_biases:
-        mixture.experts.submodules.linear_fc1 = BiasedColumnParallelLinear
-        mixture.experts.submodules.linear_fc2 = BiasedExpertOutput
+        expert = get_submodules(mixture.experts)
+        expert.linear_fc1 = BiasedColumnParallelLinear
+        expert.linear_fc2 = BiasedExpertOutput
     if supports_grouped_gemm(config):
-        mixture.experts.module = GroupedExperts
+        mixture.experts = replace_module(mixture.experts, GroupedExperts)
 
 
 def _set_attention(

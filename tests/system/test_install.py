@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import site
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
+from benchmarks.peer_environment import find_interpreter
 from benchmarks.runs import REPOSITORY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -131,7 +131,7 @@ def test_the_wheel_trains_from_an_empty_folder(wheel: Path, tmp_path: Path) -> N
 def test_validation_works_on_other_python_versions(
     wheel: Path, tmp_path: Path, version: str
 ) -> None:
-    python = interpreter(version)
+    python = find_interpreter(version)
     if python is None:
         pytest.skip(f"there is no Python {version} here")
     inside = environment(python, tmp_path)
@@ -158,19 +158,3 @@ def test_validation_works_on_other_python_versions(
         "arithmetic",
         "llama3_70b_ppo",
     ]
-
-
-def interpreter(version: str) -> Path | None:
-    """Return an interpreter of a version from pyenv or PATH, or None.
-
-    The interpreter must be able to start; pyenv's shim on PATH may not.
-    """
-    installed = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
-    on_path = shutil.which(f"python{version}")
-    for python in [
-        *sorted(installed.glob(f"{version}.*/bin/python")),
-        *([Path(on_path)] if on_path else []),
-    ]:
-        if subprocess.run([python, "-c", "import venv"], capture_output=True).returncode == 0:
-            return python
-    return None
