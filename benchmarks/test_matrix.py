@@ -5,8 +5,8 @@
     python -m benchmarks.test_matrix --page             # only write the page from stored results
 
 Each combination gets an environment in the cache directory, which is deleted after its tests unless
-`--keep` is set. One environment exists at a time, with up to 6 GB. The results are stored in
-`test_matrix.json` beside this file, and docs/compatibility.md is written from them.
+`--keep` is set. The next call reuses a kept environment. An environment has up to 6 GB. The results
+are stored in `test_matrix.json` beside this file, and docs/compatibility.md is written from them.
 
 Where a combination cannot contain PyTriton, the servers of its run use the environment of this
 interpreter (`server.python`).
@@ -15,6 +15,7 @@ interpreter (`server.python`).
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -37,6 +38,7 @@ PAGE = REPOSITORY / "docs" / "compatibility.md"
 _SHOWN_PACKAGES = ("torch", "megatron-core", "numpy", "transformers", "pyarrow", "nvidia-pytriton")
 _TEST_PACKAGES = ("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "transformers>=5.17")
 _CHECK_TIMEOUT_S = 1800
+_INSTALLED = ".installed"
 _RUN_STEPS = 2
 
 
@@ -87,9 +89,14 @@ _FAMILIES = "llama3 or mixtral or deepseek_v3 or gpt-oss or qwen3_5"
 _LAYOUTS = "TP2xPP2 or TP2+SPxEP2 or CP2xEP2"
 CHECKS = (
     Check(
-        "configuration",
-        "composition and checks of configurations",
-        ("tests/config/test_compose.py", "tests/checks/test_check.py", "-m", "not slow"),
+        "data",
+        "tables of tokenized examples, and tokenizers with those of transformers",
+        (
+            "tests/data/test_example_table.py",
+            "tests/data/test_tokenizer_kinds.py",
+            "-m",
+            "not slow",
+        ),
     ),
     Check(
         "training",
@@ -127,11 +134,15 @@ def run_combination(combination: Combination, *, keep: bool) -> dict[str, Any]:
         each check as text by its name, and `failed`, the names of failed tests.
     """
     directory = get_cache_directory() / "test_matrix" / combination.name
-    shutil.rmtree(directory, ignore_errors=True)
     try:
-        problem = _create_environment(combination, directory)
-        if problem is not None:
-            return {"problem": problem}
+        # An earlier call with `keep` may have left a complete environment.
+        mark = directory / _INSTALLED
+        if not mark.exists() or mark.read_text() != _compute_digest(combination):
+            shutil.rmtree(directory, ignore_errors=True)
+            problem = _create_environment(combination, directory)
+            if problem is not None:
+                return {"problem": problem}
+            write_file(mark, _compute_digest(combination))
         python = directory / "bin" / "python"
         result: dict[str, Any] = {"versions": _read_versions(python), "checks": {}, "failed": []}
         for check in CHECKS:
@@ -166,6 +177,13 @@ def _create_environment(combination: Combination, directory: Path) -> str | None
         errors = [line for line in installed.stderr.splitlines() if line.startswith("ERROR:")]
         return f"pip could not install it: {errors[-1] if errors else 'no error message'}"
     return None
+
+
+def _compute_digest(combination: Combination) -> str:
+    """Return a digest of everything that determines the contents of an environment."""
+    files = [REPOSITORY / "pyproject.toml", REPOSITORY / "constraints.txt"]
+    parts = [repr(combination).encode(), *(file.read_bytes() for file in files)]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def _read_versions(python: Path) -> dict[str, str]:
@@ -312,7 +330,9 @@ def main() -> None:
     known = {combination.name: combination for combination in COMBINATIONS}
     names = ", ".join(known)
     parser.add_argument("name", choices=[*known, []], nargs="*", metavar="NAME", help=names)
-    parser.add_argument("--keep", action="store_true", help="keep the environments")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the environments for the next call"
+    )
     parser.add_argument("--page", action="store_true", help="only write the page")
     parsed = parser.parse_args()
     results = {name: result for name, result in read_results().items() if name in known}
