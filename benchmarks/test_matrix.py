@@ -252,10 +252,11 @@ def _run_tiny_ppo(python: Path, *, has_servers: bool) -> str:
         overrides.append(f"server.python={sys.executable}")
     with tempfile.TemporaryDirectory() as directory:
         finished = run_of_interpreter(python, Path(directory) / "run", *overrides)
-    if finished.code == 0 and len(finished.metrics) == _RUN_STEPS:
-        return "passed" if has_servers else "passed; servers with Python 3.11"
-    print(finished.report(), file=sys.stderr)
-    return f"failed: exit code {finished.code}"
+        if finished.code == 0 and len(finished.metrics) == _RUN_STEPS:
+            own = f"{sys.version_info.major}.{sys.version_info.minor}"
+            return "passed" if has_servers else f"passed; servers with Python {own}"
+        print(finished.report(), file=sys.stderr)
+        return f"failed: exit code {finished.code}, {len(finished.metrics)} of {_RUN_STEPS} steps"
 
 
 def _build_environment() -> dict[str, str]:
