@@ -79,7 +79,8 @@ def attend(
     rows, heads, length, size = query.shape
     groups, width = key.shape[1:3]
     missing = round_up_to_rows(width) - width
-    key, value = F.pad(key, (0, 0, 0, missing)), F.pad(value, (0, 0, 0, missing))
+    if missing:
+        key, value = F.pad(key, (0, 0, 0, missing)), F.pad(value, (0, 0, 0, missing))
     is_hidden = F.pad(~visible, (0, missing), value=True).expand(rows, length, width + missing)
 
     # The queries that share a KV head are the rows of one matmul.

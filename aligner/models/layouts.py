@@ -6,6 +6,31 @@ from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import compute_shard_size
 from aligner.schema import EngineParallelConfig, ParallelConfig, SpeculationConfig
 
+# Tokens of a block of the KV cache. Blocks of short sequences are smaller, so that their last block
+# wastes little memory; kernels are faster with large blocks.
+_SHORT_SEQUENCE_TOKENS = 128
+_SHORT_BLOCK_TOKENS = 16
+_LONG_BLOCK_TOKENS = 32
+_GPU_BLOCK_TOKENS = 128
+
+
+def choose_block_tokens(max_tokens: int, *, is_gpu: bool) -> int:
+    """Return the number of tokens of a block of the embedded engine's KV cache.
+
+    Args:
+        max_tokens: Maximum number of tokens of a sequence in the cache.
+        is_gpu: Whether the engine runs on GPUs.
+    """
+    if is_gpu:
+        return _GPU_BLOCK_TOKENS
+    is_short = max_tokens <= _SHORT_SEQUENCE_TOKENS
+    return min(max_tokens, _SHORT_BLOCK_TOKENS if is_short else _LONG_BLOCK_TOKENS)
+
+
+def count_blocks(tokens: int, block_tokens: int) -> int:
+    """Return the number of blocks of the KV cache that hold a number of tokens."""
+    return -(-tokens // block_tokens)
+
 
 def cache_bytes_per_token(shape: ModelShape, tensor: int, itemsize: int) -> int:
     """Return the size in bytes of one token's KV cache on a tensor-parallel rank.

@@ -123,5 +123,5 @@ def test_budget_of_the_cache_includes_states(directory):
     states = cache.delta_nets
     assert states is not None
     used = cache._storage.nbytes + states.histories.nbytes + states.states.nbytes
-    row_bytes = used // cache.size.rows
-    assert used <= 1 << 20 < used + row_bytes
+    sequence_bytes = used // cache.size.sequences
+    assert used <= 1 << 20 < used + sequence_bytes

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from aligner.data.types import Prompt, Sample
+from aligner.engines.embedded import cache as cache_module
 from aligner.engines.embedded.cache import CacheSize
 from aligner.engines.embedded.decoder_step import Step
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
@@ -106,7 +106,7 @@ def test_samples_do_not_depend_on_order_or_replica(directory):
     assert_same(halves[1], expected[1::2])
 
 
-def test_free_row_is_assigned_to_next_response(directory):
+def test_next_response_starts_when_one_ends(directory):
     requests = [
         GenerationRequest(prompt, 0, limit)
         for prompt, limit in zip(make_prompts(), (2, 9, 2, 2, 2), strict=True)
@@ -496,18 +496,18 @@ def test_prompts_of_unequal_length_are_prefilled_separately(tmp_path):
     assert max(padded) <= 8192
 
 
-def test_kv_cache_is_freed_before_resize_allocates(directory):
+def test_kv_cache_is_freed_before_resize_allocates(directory, monkeypatch):
     engine = make_engine(directory)
     generate(engine, make_requests()[:1], OPTIONS)
     cache = engine._state.cache
+    allocate = cache_module._allocate_zeros
     held = []
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function is torch.ops.aten.new_zeros.default:
-                held.append(cache.keys.numel())
-            return function(*args, **kwargs or {})
+    def watch(numel, like):
+        held.append(cache.keys.numel())
+        return allocate(numel, like)
 
-    with Watch():
-        cache.resize(CacheSize(cache.size.rows, 2 * cache.size.columns))
+    monkeypatch.setattr(cache_module, "_allocate_zeros", watch)
+    size = cache.size
+    cache.resize(CacheSize.from_sequences(size.sequences, 2 * size.tokens, size.block_tokens))
     assert held == [0]

@@ -128,10 +128,10 @@ def test_requests_for_next_batch_are_checked_once(
         assert all(len(request.future.result().tokens) == 6 for request in (first, *others))
 
 
-def test_resident_rows_are_not_compared_with_other_samples(
+def test_cached_sequences_are_not_compared_with_other_samples(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    comparisons = count_calls(monkeypatch, Scheduler, "_find_resident_prefix")
+    comparisons = count_calls(monkeypatch, Scheduler, "_find_cached_prefix")
     with engine_of("embedded-in_place", directory, batch_size=2) as engine:
         publish(engine, directory, 1)
         engine.reserve(6, 20)
@@ -143,7 +143,7 @@ def test_resident_rows_are_not_compared_with_other_samples(
             engine.step()
         assert not comparisons and all(request.future.done() for request in requests)
 
-        # The last sample is still resident.
+        # The last sample is still cached.
         tokens = torch.cat([INPUT, requests[-1].future.result().tokens, INPUT])
         engine.submit(tokens, OPTIONS, RequestKey(5, 0, len(INPUT)))
         engine.step()

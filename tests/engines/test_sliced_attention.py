@@ -28,7 +28,8 @@ def flash(
     query, key, value, starts_q, starts_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
     scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None,
 ):  # fmt: skip
-    """Compute what FlashAttention-2's varlen function computes, for one query per sequence."""
+    """Compute what FlashAttention-2's varlen function computes, for one query per sequence, and the
+    log-sum-exp of the scores."""
     assert (max_q, dropout_p, is_causal, return_debug_mask, scale, alibi_slopes) == (
         1,
         0.0,
@@ -40,7 +41,7 @@ def flash(
     assert {each.dtype for each in (starts_q, starts_k, seqused_k)} == {torch.int32}
     assert starts_q.tolist() == list(range(len(query) + 1)) and len(starts_k) == len(query) + 1
     assert int(seqused_k.min()) > 0 and int(seqused_k.max()) <= max_k and key.stride(-1) == 1
-    group, found = query.shape[1] // key.shape[1], []
+    group, found, totals = query.shape[1] // key.shape[1], [], []
     for one, begin, count in zip(query, starts_k.tolist(), seqused_k.tolist(), strict=False):
         left = 0 if window_size_left is None else max(0, count - 1 - window_size_left)
         assert (window_size_left is None) == (window_size_right is None) and window_size_right in (
@@ -50,10 +51,11 @@ def flash(
         keys, values = (
             each[begin + left : begin + count].repeat_interleave(group, 1) for each in (key, value)
         )
-        weights = (torch.einsum("hd,thd->ht", one, keys) / one.shape[-1] ** 0.5).softmax(-1)
-        found.append(torch.einsum("ht,thd->hd", weights, values))
+        scores = torch.einsum("hd,thd->ht", one, keys) / one.shape[-1] ** 0.5
+        found.append(torch.einsum("ht,thd->hd", scores.softmax(-1), values))
+        totals.append(scores.logsumexp(-1))
     empty = query.new_empty(0)
-    return torch.stack(found), empty, empty, empty, empty
+    return torch.stack(found), torch.stack(totals, 1), empty, empty, empty
 
 
 @pytest.fixture
@@ -95,35 +97,47 @@ def test_speculative_responses_equal_masked_attention(tmp_path: Path, kernel) ->
 
 
 def test_graph_padding_rows_read_only_one_token(tmp_path: Path, kernel) -> None:
-    """Uses a graph's tensors without a graph. Two of five rows are in use; only the last token of
-    the others is written."""
+    """Uses a graph's tensors without a graph. Two of five rows are in use; the others write to the
+    null block."""
     engine = make_engine(save_model(tmp_path, "llama"))
     state = engine._state
-    state.cache.resize(CacheSize(5, 16))
+    state.cache._has_null_block = True
+    state.cache.resize(CacheSize.from_sequences(5, 16, block_tokens=4))
     state.cache.keys.normal_()
     state.cache.values.normal_()
-    step = Step(torch.tensor([7, 11]), torch.tensor([3, 9]), columns=10)
-    static_step = GraphedForward(state.decoder)._build_static_step(5, 16, step, state.cache)
-    assert static_step.lengths.tolist() == [4, 10, 1, 1, 1] and static_step.positions.tolist() == [
-        3,
-        9,
-        15,
-        15,
-        15,
+    tables = torch.tensor([[9, 0, 0], [3, 17, 4]])
+    step = Step(torch.tensor([7, 11]), torch.tensor([3, 9]), tables)
+    static_step = GraphedForward(state.decoder)._build_static_step(5, 4, step, state.cache)
+    null = state.cache.null_block
+    assert static_step.positions.tolist() == [3, 9, 0, 0, 0]
+    assert static_step.block_tables.tolist() == [
+        [9, 0, 0, null],
+        [3, 17, 4, null],
+        *[[null] * 4] * 3,
     ]
     with torch.inference_mode():
         expected = state.decoder.forward(step, state.cache)
-        before = state.cache.keys[:, 2:, :, :-1].clone()
+        before = state.cache.keys[:, :null].clone()
         found = state.decoder.forward(static_step, state.cache)[:2]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert torch.equal(state.cache.keys[:, 2:, :, :-1], before)
+    assert torch.equal(state.cache.keys[:, :null], before)
 
 
-def test_spans_locate_rows_in_cache() -> None:
-    rows, lengths = torch.tensor([0, 2, 5]), torch.tensor([4, 1, 8], dtype=torch.int32)
-    spans = sliced_attention.compute_spans(rows, lengths, columns=8)
+def test_spans_locate_blocks_in_cache() -> None:
+    tables, lengths = torch.tensor([[0], [2], [5]]), torch.tensor([4, 1, 8])
+    spans = sliced_attention.compute_spans(tables, lengths, block_tokens=8)
     assert spans.starts.tolist()[:3] == [0, 16, 40]
     assert spans.lengths.tolist() == [4, 1, 8]
+
+
+def test_spans_of_sliding_window_hide_blocks_before_it() -> None:
+    tables, lengths = torch.tensor([[3, 1, 2], [4, 0, 0]]), torch.tensor([9, 2])
+    spans = sliced_attention.compute_spans(tables, lengths, block_tokens=4, window=3)
+    assert spans.is_hidden.tolist() == [[True, False, False], [False, True, True]]
+    # Row 0 attends to its tokens 6 to 8: two of block 1, and one of block 2.
+    assert spans.starts.tolist()[1:3] == [4 + 2, 8]
+    assert spans.lengths.tolist()[1:3] == [2, 1]
+    assert (spans.starts[3], spans.lengths[3]) == (16, 2)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from aligner.data.types import Prompt, Sample, collate
+from aligner.engines.embedded.block_pool import BlockPool
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
-from aligner.engines.embedded.row_table import RowTable
 from aligner.engines.embedded.scheduler import Scheduler
 from aligner.engines.engine_loop import append_completion, create_unfinished_sample
 from aligner.engines.engine_protocol import GenerationRequest, RequestKey, SamplingOptions
@@ -69,7 +69,7 @@ def episodes(
         for when, place in [each for each in due if each[0] <= step]:
             due.remove((when, place))
             if forgets:
-                engine._scheduler._evict_resident()
+                engine._scheduler._prefix_cache.evict_all()
             generation.go_on(place, observation_of(turns[place], place))
         step += 1
     return [done[place] for place in range(len(prompts))]
@@ -129,20 +129,22 @@ def test_exact_turns_ignore_timing_and_cache_eviction(directory, settings):
 
 
 @pytest.mark.parametrize("rows", [6, 4, 3])
-def test_exact_turns_do_not_depend_on_row_moves(directory, monkeypatch, rows):
-    expected, moves = episodes(directory, 6), RowTable.find_moves
-    monkeypatch.setattr(
-        RowTable,
-        "find_moves",
-        lambda table, rows, **_: moves(table, rows, include_resident=True),
-    )
+def test_exact_turns_do_not_depend_on_block_placement(directory, monkeypatch, rows):
+    expected, create = episodes(directory, 6), BlockPool.__init__
+
+    def create_scattered(pool: BlockPool, blocks: int) -> None:
+        create(pool, blocks)
+        order = torch.randperm(blocks, generator=torch.Generator().manual_seed(rows))
+        pool._free = order.tolist()
+
+    monkeypatch.setattr(BlockPool, "__init__", create_scattered)
     for one, other in zip(expected, episodes(directory, rows, delays=2), strict=True):
         assert torch.equal(one.tokens, other.tokens) and torch.equal(
             one.engine_logprobs, other.engine_logprobs
         )
 
 
-def test_row_of_finished_response_is_freed(directory):
+def test_blocks_of_released_sample_are_freed(directory):
     engine = EmbeddedEngine(
         directory_shape(Path(directory), "model.path"), EngineConfig(batch_size=2), 0, seed=2
     )
@@ -157,11 +159,12 @@ def test_row_of_finished_response_is_freed(directory):
     while not generation.step():
         pass
     scheduler = engine._scheduler
-    assert [*scheduler._resident_sequences] == [(0, 0), (2, 0)]
-    assert all(each in scheduler._row_table for (each,) in scheduler._resident_sequences.values())
+    assert scheduler._prefix_cache.sample_keys == [(0, 0), (2, 0)]
+    cached = [*scheduler._prefix_cache._in_order]
+    assert scheduler._pool.num_used == sum(len(sequence.blocks) for sequence in cached)
 
 
-def test_resident_rows_are_not_prefilled_again(directory, monkeypatch):
+def test_cached_sequences_are_not_prefilled_again(directory, monkeypatch):
     engines = []
     start = Scheduler._build_step
 
@@ -217,7 +220,7 @@ def test_weight_update_evicts_kv_cache_between_turns(directory):
             pass
         if updates:
             load_directory(engine, Path(directory))
-            assert not engine._scheduler._resident_sequences
+            assert not engine._scheduler._prefix_cache.sample_keys
         generation.go_on(0, observation_of(0, 0))
         while not (complete := generation.step()):
             pass
@@ -285,7 +288,7 @@ def test_transferred_turn_continues_unchanged(directory, turns):
 def generate_branches(directory: str, *, goes_on: bool, first: int) -> dict[int, Sample]:
     """Generate a turn and two branches after it, in the order that starts with `first`.
 
-    If `goes_on`, the first branch continues the turn's row; otherwise both branches are prefilled.
+    If `goes_on`, the first branch continues the turn's blocks; otherwise both branches are prefilled.
     """
     torch.set_num_threads(1)
     engine = EmbeddedEngine(
@@ -317,7 +320,7 @@ def generate_branches(directory: str, *, goes_on: bool, first: int) -> dict[int,
     return behind
 
 
-def test_request_longer_than_rows_waits_for_next_batch(directory):
+def test_request_longer_than_cache_waits_for_next_batch(directory):
     engine = EmbeddedEngine(
         directory_shape(Path(directory), "model.path"), EngineConfig(batch_size=4), 0, seed=2
     )
@@ -328,7 +331,7 @@ def test_request_longer_than_rows_waits_for_next_batch(directory):
     long = engine.submit(torch.tensor([5, 4]), SamplingOptions(LIMIT), RequestKey(7, 0, 2))
     while not short.future.done():
         engine.step()
-    assert not long.future.done() and engine._state.cache.size.columns == 19
+    assert not long.future.done() and engine._state.cache.size.tokens == 19
     while not long.future.done():
         engine.step()
     assert len(long.future.result().tokens) == LIMIT

@@ -57,20 +57,14 @@ class AttentionMixer:
 
         # The decoding rows attend to the KV cache, the prompts to themselves; the two kinds need
         # different masks and kernels.
-        cache = context.cache
-        step = context.step
+        context.store(layer, key, value)
         rows = context.num_decoding_tokens
         parts = []
         if rows:
-            cache.write_tokens(layer, context.cache_rows, step.positions, key[:rows], value[:rows])
             parts.append(self._core.attend_cache(layer, query[:rows], context))
-        prompts = step.prompts
-        if prompts is not None:
+        if context.step.prompts is not None:
             keys = context.pad_prompts(key[rows:]).transpose(1, 2)
             values = context.pad_prompts(value[rows:]).transpose(1, 2)
-            # Prompts that are only scored have no rows.
-            if prompts.rows:
-                cache.write_prompts(layer, prompts.rows, prompts.prompt_indices, keys, values)
             parts.append(self._core.attend_prompts(layer, query[rows:], keys, values, context))
         attention = concatenate_tokens(parts)
         if gate is not None:

@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.engines.embedded import sliced_attention
+from aligner.engines.embedded import block_attention, sliced_attention
 from aligner.engines.embedded.forward_context import ForwardContext
 from aligner.models import batch_invariant, score_attention
 from aligner.models.shape import ModelShape
@@ -15,9 +14,11 @@ from aligner.models.shape import ModelShape
 class CoreAttention:
     """Softmax attention of this rank's heads.
 
-    It uses PyTorch's fused kernels, or `sliced_attention` if the decoder is sliced. With
-    `engine.exact`, it uses the batch-invariant kernel, and for soft caps and sinks
-    `score_attention`.
+    Decoding rows read the blocks of the KV cache in one of three ways. On CPUs, `block_attention`
+    reads the blocks of fp32 caches where they are. On GPUs, `sliced_attention` does so if the
+    decoder is sliced. Otherwise the blocks of each row are copied into contiguous memory, for
+    PyTorch's fused kernels. With `engine.exact`, the batch-invariant kernel reads the copies, and
+    for soft caps and sinks `score_attention`.
     """
 
     def __init__(
@@ -51,28 +52,32 @@ class CoreAttention:
             The attention output of the decoding rows, [R, heads * value dim].
         """
         cache = context.cache
+        shape = self._shape
+        step = context.step
+        window = shape.layers[layer].sliding_window
         keys = cache.keys[cache.layer_indices[layer]]
         values = cache.values[cache.layer_indices[layer]]
-        window = self._shape.layers[layer].sliding_window
-        if context.spans is not None:
-            return sliced_attention.attend(
-                query, keys, values, context.spans, window, self._shape.softmax_scale
+        if context.spans:
+            spans = context.spans[window]
+            return sliced_attention.attend(query, keys, values, spans, shape.softmax_scale)
+        mask = context.cache_masks[window]
+        if context.block_plan is not None:
+            return block_attention.attend(
+                query,
+                keys,
+                values,
+                context.block_plan,
+                mask,
+                scale=shape.softmax_scale,
+                softcap=shape.attention_softcap,
+                sinks=self._get_sinks(layer),
             )
 
-        # Slices of consecutive rows are views. Indexing with a list of rows would copy the cache.
-        step = context.step
-        counts = [count for _, count in context.row_runs]
-        queries = query.unflatten(0, (-1, step.tokens_per_row)).split(counts)
-        cache_slices = [
-            (slice(first, first + count), slice(None), slice(step.columns))
-            for first, count in context.row_runs
-        ]
-        masks = context.cache_masks[window].split(counts)
-        attention = [
-            self._attend_rows(layer, run_queries, keys[cache_slice], values[cache_slice], mask)
-            for run_queries, cache_slice, mask in zip(queries, cache_slices, masks, strict=True)
-        ]
-        return attention[0] if len(attention) == 1 else torch.cat(attention)
+        # Several tokens per row, or a kernel that cannot read blocks.
+        keys, values = cache.gather(layer, step.block_tables)
+        return self._attend_rows(
+            layer, query.unflatten(0, (-1, step.tokens_per_row)), keys, values, mask
+        )
 
     def attend_prompts(
         self, layer: int, query: Tensor, keys: Tensor, values: Tensor, context: ForwardContext
@@ -110,14 +115,14 @@ class CoreAttention:
     def _attend_rows(
         self, layer: int, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
     ) -> Tensor:
-        """Compute the attention of decoding rows over a contiguous slice of the KV cache.
+        """Compute the attention of decoding rows over contiguous keys and values.
 
         Args:
             layer: Index of the layer.
             query: [B, W, heads, head dim], where W is `Step.tokens_per_row`.
             keys: [B, KV heads, columns, head dim].
             values: [B, KV heads, columns, value dim].
-            mask: These rows' part of an entry of `ForwardContext.cache_masks`.
+            mask: An entry of `ForwardContext.cache_masks`.
 
         Returns:
             The attention output [B * W, heads * value dim].
@@ -158,7 +163,6 @@ class CoreAttention:
         if self._is_exact:
             assert visible is not None
             return batch_invariant.attend(query, keys, values, visible, shape.softmax_scale)
-        prefix = f"decoder.layers.{layer}.self_attention.core_attention."
         return score_attention.attend(
             query,
             keys,
@@ -166,5 +170,11 @@ class CoreAttention:
             visible,
             scale=shape.softmax_scale,
             softcap=shape.attention_softcap,
-            sinks=self._weights[prefix + "softmax_offset"] if shape.attention_sinks else None,
+            sinks=self._get_sinks(layer),
         )
+
+    def _get_sinks(self, layer: int) -> Tensor | None:
+        """Return the sink of each head, [heads]; None if the model has no sinks."""
+        if not self._shape.attention_sinks:
+            return None
+        return self._weights[f"decoder.layers.{layer}.self_attention.core_attention.softmax_offset"]

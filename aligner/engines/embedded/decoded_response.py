@@ -1,7 +1,6 @@
-"""A request in the embedded engine: its tokens, its row of the KV cache, and its random
+"""A request in the embedded engine: its tokens, its blocks of the KV cache, and its random
 numbers."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,10 +42,12 @@ class DecodedResponse:
     finish_reason: CompletionReason | None = None
     expert_routing: list[Tensor] = field(default_factory=list)
     """[n, L, K] each: expert routing of consecutive tokens from the prompt's first on."""
-    row: int = -1
-    """Row of the KV cache, while it has one."""
+    blocks: list[int] = field(default_factory=list)
+    """Block table: blocks of the KV cache, in the order of the tokens; empty while it waits."""
     cached_tokens: int = 0
-    """Number of tokens whose keys and values are in the row when the request resumes it."""
+    """Number of tokens whose keys and values were in the blocks when the request was admitted."""
+    state_row: int = -1
+    """Row of the states of delta nets, while it has one."""
     prompt_lookup: PromptLookup | None = None
     """Source of draft tokens."""
     prefill_routing: Tensor | None = None
@@ -86,6 +87,16 @@ class DecodedResponse:
         return len(self.prompt) + len(self.tokens)
 
     @property
+    def max_length(self) -> int:
+        """Maximum number of tokens of input and completion."""
+        return len(self.prompt) + self.limit
+
+    @property
+    def was_preempted(self) -> bool:
+        """Whether a waiting request has generated tokens, before it lost its blocks."""
+        return bool(self.versions)
+
+    @property
     def last_token(self) -> int:
         """Last generated token; the last prompt token if none was generated."""
         return self.tokens[-1] if self.tokens else self.prompt[-1]
@@ -111,8 +122,3 @@ class DecodedResponse:
             grammar=self.request.grammar,
             grammar_start=self.request.first_grammar_token,
         )
-
-
-def sort_by_row(responses: Iterable[DecodedResponse]) -> list[DecodedResponse]:
-    """Return responses in the order of their rows."""
-    return sorted(responses, key=lambda response: response.row)

@@ -1,16 +1,16 @@
 """Input of one forward pass of the decoder: rows that decode, and prompts to prefill."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts to prefill, and the rows of the KV cache that receive them.
+    """Prompts to prefill, and the places in the KV cache that receive their keys and values.
 
-    Several rows can start with the same prompt, which is computed only once. Without rows, the keys
-    and values are not stored.
+    Several requests can start with the same prompt, which is computed only once. Prompts that are
+    only scored are not stored.
     """
 
     tokens: Tensor
@@ -20,9 +20,19 @@ class Prompts:
     max_length: int
     """Number of tokens of the longest prompt, P."""
     prompt_indices: Tensor
-    """Index of the prompt of each new row, int64 [C]."""
-    rows: list[int]
-    """Index of each new row in the KV cache, of length C."""
+    """Index of the prompt of each new request, int64 [C]."""
+    stored_tokens: Tensor
+    """Index in `tokens` of each token to store, int64 [K].
+
+    A token occurs once for each block that it is stored in. Tokens in shared blocks that already
+    contain them are left out.
+    """
+    stored_blocks: Tensor
+    """Block of the KV cache that receives each of these tokens, int64 [K]."""
+    stored_offsets: Tensor
+    """Index of each of these tokens in its block, int64 [K]."""
+    state_rows: Tensor
+    """Row of each new request in the states of delta nets, int64 [C]; empty without delta nets."""
 
 
 @dataclass(frozen=True)
@@ -37,25 +47,19 @@ class Step:
     """
     positions: Tensor
     """Position of each token in its sequence, int64 [R]."""
-    columns: int
-    """Number of columns of the KV cache that the pass reads; greater than every position."""
+    block_tables: Tensor
+    """Blocks of the KV cache of each row, in the order of its tokens, int64 [rows, M].
+
+    The entries after the block of a row's last token are not read.
+    """
     prompts: Prompts | None = None
     """Prompts to prefill; None if there are none."""
     tokens_per_row: int = 1
     """Number of tokens per decoding row: 1, or more with speculative decoding."""
-    rows: list[int] | None = None
-    """Indices of the decoding rows in the KV cache, in ascending order.
-
-    None means the first rows of the cache.
-    """
+    state_rows: Tensor | None = None
+    """Row of each decoding row in the states of delta nets, int64 [rows]; None without them."""
     needs_logits: bool = True
     """Whether the pass computes logits."""
-    lengths: Tensor | None = None
-    """Number of tokens of its row to which each token attends, int32 [R].
-
-    Only a sliced decoder uses it, in a step with one token per row. None means all tokens up to the
-    token's position.
-    """
     expert_routing: list[Tensor] | None = None
     """List to which each layer appends its expert routing; None disables the recording.
 
@@ -68,6 +72,6 @@ class Step:
 
         Args:
             tokens: Tokens that were sampled from this step's logits, int64 [R]. This step must have
-                one token per row.
+                one token per row, and the block tables must contain the blocks of the new tokens.
         """
-        return Step(tokens, self.positions + 1, self.columns + 1, rows=self.rows)
+        return replace(self, tokens=tokens, positions=self.positions + 1, prompts=None)

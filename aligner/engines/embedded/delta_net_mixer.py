@@ -53,7 +53,7 @@ class DeltaNetMixer:
     def mix(self, layer: int, x: Tensor, context: ForwardContext) -> Tensor:
         """Compute a layer's delta net of x [N, hidden], with the output projection. Collective.
 
-        The decoding rows update their states, and prompts leave theirs in the rows of the cache.
+        The decoding rows update their states, and prompts leave theirs in their rows of the states.
 
         Returns:
             [N, hidden].
@@ -66,7 +66,9 @@ class DeltaNetMixer:
         rows = context.num_decoding_tokens
         parts = []
         if rows:
-            parts.append(self._decode(x[:rows], prefix, context.cache_rows, states, index))
+            state_rows = context.step.state_rows
+            assert state_rows is not None
+            parts.append(self._decode(x[:rows], prefix, state_rows, states, index))
         if context.step.prompts is not None:
             parts.append(self._prefill(x[rows:], prefix, context, states, index))
         mixed = concatenate_tokens(parts)
@@ -127,10 +129,10 @@ class DeltaNetMixer:
         )
         assert state is not None
         # Prompts that are only scored have no rows.
-        if prompts.rows:
+        if len(prompts.state_rows):
             history = self._select_history(channel_rows, prompts.lengths)
-            states.histories[index, prompts.rows] = history[prompts.prompt_indices]
-            states.states[index, prompts.rows] = state[prompts.prompt_indices]
+            states.histories[index, prompts.state_rows] = history[prompts.prompt_indices]
+            states.states[index, prompts.state_rows] = state[prompts.prompt_indices]
         return self._normalize_output(output[context.prompt_token_indices], gate, prefix)
 
     def _select_history(self, channels: Tensor, lengths: Tensor) -> Tensor:

@@ -6,8 +6,7 @@ from aligner.models.shape import ModelShape
 
 
 class DeltaNetStates:
-    """States of one tensor-parallel rank: row r has the states of the sequence in row r of the KV
-    cache.
+    """States of one tensor-parallel rank: each sequence in flight has a row.
 
     Unlike keys and values, a state belongs to one length of its sequence only. It cannot be used
     for a shorter prefix.
@@ -48,8 +47,3 @@ class DeltaNetStates:
         """Free the memory."""
         self.histories = self.histories.new_empty(0)
         self.states = self.states.new_empty(0)
-
-    def copy_rows(self, sources: list[int], targets: list[int]) -> None:
-        """Copy the states of the rows `sources` to the rows `targets`."""
-        for tensor in (self.histories, self.states):
-            tensor[:, targets] = tensor[:, sources]

@@ -38,6 +38,7 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.models import batch_invariant
 from aligner.models.layouts import (
     cache_bytes_per_token,
+    choose_block_tokens,
     engine_problems,
     speculation_problems,
     state_bytes_per_row,
@@ -45,9 +46,6 @@ from aligner.models.layouts import (
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
 
-# On GPUs the number of columns of the KV cache is a multiple of this, so that batches of similar
-# lengths replay the same CUDA graphs.
-_COLUMN_MULTIPLE = 64
 # Default of `engine.steps_per_sync` on GPUs: each step then bears an eighth of the host's work
 # between two synchronizations.
 _GPU_STEPS_PER_SYNC = 8
@@ -128,10 +126,6 @@ class EmbeddedEngine(GenerationEngine):
             packed=settings.packed_weights,
             sliced=is_sliced,
         )
-        cache = KVCache(
-            shape, tensor_parallel_size, self._device, self._dtype, token_major=is_sliced
-        )
-
         # In a mixture-of-experts model, the experts that a step runs depend on its tokens, so that
         # the next step cannot replay a captured graph.
         is_on_gpu = self._device.type == "cuda"
@@ -141,6 +135,14 @@ class EmbeddedEngine(GenerationEngine):
         )
         self._graphs = GraphedForward(decoder) if uses_graphs else None
         forward = self._graphs.forward if self._graphs else decoder.forward
+        cache = KVCache(
+            shape,
+            tensor_parallel_size,
+            self._device,
+            self._dtype,
+            token_major=is_sliced,
+            null_block=uses_graphs,
+        )
 
         default_steps = _GPU_STEPS_PER_SYNC if is_on_gpu else 1
         self._state = EngineState(
@@ -162,7 +164,7 @@ class EmbeddedEngine(GenerationEngine):
         self._is_reserved = False
         """Whether the KV cache has the size that the last call of `reserve` requested."""
         self._released: list[tuple[int, int]] = []
-        """Samples whose resident rows the other ranks have not freed yet."""
+        """Samples whose cached sequences the other ranks have not evicted yet."""
         self._spare: EngineWeights | None = None
         """Second set of weights. An atomic update writes to it, and its commit swaps the two sets.
         """
@@ -238,7 +240,7 @@ class EmbeddedEngine(GenerationEngine):
 
     def release(self, prompt_id: int, sample_index: int) -> None:
         """See `GenerationEngine.release`."""
-        self._scheduler.release_resident(prompt_id, sample_index)
+        self._scheduler.release_cached(prompt_id, sample_index)
         if self._group is not None:
             self._released.append((prompt_id, sample_index))
 
@@ -277,7 +279,7 @@ class EmbeddedEngine(GenerationEngine):
             self._scheduler.interrupt()
         else:
             for prompt_id, sample_index in command["released"]:
-                self._scheduler.release_resident(prompt_id, sample_index)
+                self._scheduler.release_cached(prompt_id, sample_index)
             requests = [_request_from_json(request) for request in command["requests"]]
             for request in requests:
                 self._begin_stop_search(request)
@@ -316,11 +318,11 @@ class EmbeddedEngine(GenerationEngine):
     def _ensure_cache_size(self, requests: Sequence[EngineRequest]) -> None:
         """Enlarge the KV cache for the requests of a new batch if it is too small.
 
-        More rows are allocated only if the size was not set by `reserve`. A request that would not
-        fit even into an empty cache fails.
+        More sequences are allowed only if the size was not set by `reserve`. A request that would
+        not fit even into an empty cache fails.
         """
         size = self._state.cache.size
-        columns = 0
+        tokens = 0
         sequences = 0
         for request in requests:
             try:
@@ -329,13 +331,14 @@ class EmbeddedEngine(GenerationEngine):
                 self._scheduler.remove(request)
                 request.fail(error)
                 continue
-            # The last token of a sequence is never run, so it needs no column.
-            columns = max(columns, request.total_tokens - 1)
+            # The last token of a sequence is never run, so it is not in the cache.
+            tokens = max(tokens, request.total_tokens - 1)
             sequences += 1
 
-        rows = min(sequences, self._settings.batch_size)
-        if columns > size.columns or (rows > size.rows and not self._is_reserved):
-            self._resize_cache(max(sequences, size.rows), max(columns, size.columns) + 1)
+        needed_sequences = min(sequences, self._settings.batch_size)
+        has_few_sequences = needed_sequences > size.sequences and not self._is_reserved
+        if tokens > size.tokens or has_few_sequences:
+            self._resize_cache(max(sequences, size.sequences), max(tokens, size.tokens) + 1)
             self._is_reserved = False
 
     def take_draft_counts(self) -> tuple[int, int]:
@@ -420,49 +423,40 @@ class EmbeddedEngine(GenerationEngine):
 
     def _compute_cache_size(self, sequences: int, tokens: int) -> CacheSize:
         """Return the size of a KV cache for `sequences` sequences of `tokens` tokens, or for as
-        many sequences as `engine.batch_size` and `engine.kv_cache_mib` allow.
+        many sequences and blocks as `engine.batch_size` and `engine.kv_cache_mib` allow.
 
-        The last token of a sequence needs no column. Raises AlignerError if no sequence fits.
+        The last token of a sequence is not in the cache. Raises AlignerError if no sequence fits.
         """
-        max_rows = min(self._settings.batch_size, sequences)
+        max_tokens = tokens - 1
         return compute_cache_size(
             self._token_bytes,
-            tokens - 1,
-            max_rows,
+            max_tokens,
+            min(self._settings.batch_size, sequences),
             self._settings.kv_cache_mib,
+            choose_block_tokens(max_tokens, is_gpu=self._device.type == "cuda"),
             self._state_bytes,
         )
 
     def _resize_cache(self, sequences: int, tokens: int) -> None:
-        """Allocate the KV cache, and drop the resident rows.
+        """Allocate the KV cache, and forget the cached sequences.
 
-        With CUDA graphs, a cache that is large enough is used again.
+        With CUDA graphs, a cache that is large enough is used again, because a captured graph
+        depends on the size of the cache, and capturing takes time.
         """
-        self._scheduler.clear_rows()
-        # The last token of a sequence is never run, so it needs no column.
-        columns = tokens - 1
-        max_rows = min(self._settings.batch_size, sequences)
-        budget = self._settings.kv_cache_mib
+        self._scheduler.clear_blocks()
         size = self._compute_cache_size(sequences, tokens)
-
-        if self._graphs is not None:
-            # A captured graph depends on the shape of the cache, and capturing takes time. Hence
-            # keep a cache that is large enough, and round up the columns of a new cache, which then
-            # also suffices for later batches of similar lengths.
-            current = self._state.cache.size
-            if current.columns >= columns:
-                needed = compute_cache_size(self._token_bytes, current.columns, max_rows, budget)
-                if current.rows >= needed.rows:
-                    return
-
-            rounded_columns = -(-columns // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
-            rounded_bytes = size.rows * rounded_columns * self._token_bytes
-            if budget is None or rounded_bytes <= budget << 20:
-                size = CacheSize(size.rows, rounded_columns)
+        current = self._state.cache.size
+        if (
+            self._graphs is not None
+            and current.tokens >= size.tokens
+            and current.sequences >= size.sequences
+            and current.blocks >= size.blocks
+        ):
+            return
 
         if self._state.cache.resize(size):
             self._clear_graphs()
-            self._scheduler.clear_rows()
+            self._scheduler.clear_blocks()
 
     def _end_update(self, target: EngineWeights, version: int, succeeded: bool) -> None:
         """Switch to the weights of an update that succeeded.

@@ -23,7 +23,7 @@ class EngineState:
 
     decoder: Decoder
     cache: KVCache
-    """KV cache of all rows."""
+    """Paged KV cache."""
     forward: Callable[[Step, KVCache], Tensor]
     """Forward pass of a step: the decoder's, or its replay as a CUDA graph."""
     device: torch.device
@@ -39,3 +39,5 @@ class EngineState:
     """Number of draft tokens since `EmbeddedEngine.take_draft_counts` was called last."""
     num_accepted_tokens: int = 0
     """Number of those draft tokens that were accepted."""
+    num_preemptions: int = 0
+    """Number of times that a request lost its blocks of the KV cache to another one."""

@@ -1,4 +1,4 @@
-"""Rotary angles, rows of the KV cache and attention masks of a forward pass.
+"""Rotary angles, places in the KV cache and attention masks of a forward pass.
 
 All layers of a forward pass share them. `ContextBuilder` computes them before the first layer.
 """
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aligner.engines.embedded import sliced_attention
+from aligner.engines.embedded import block_attention, sliced_attention
+from aligner.engines.embedded.block_attention import BlockPlan
 from aligner.engines.embedded.cache import KVCache
 from aligner.engines.embedded.decoder_step import Prompts, Step
 from aligner.engines.embedded.sliced_attention import Spans
@@ -30,20 +31,27 @@ class ForwardContext:
     rotations: Mapping[Rope, tuple[Tensor, Tensor]]
     """Cosine and sine of the rotary angles of every token, [R + N, 1, rotated dims / 2] each, for
     each of the rotary position embeddings of the layers."""
-    cache_rows: Tensor
-    """Row of the KV cache of each decoding token, int64 [R]."""
-    row_runs: list[tuple[int, int]]
-    """Runs of consecutive cache rows in the step, as pairs of first row and number of rows."""
+    stored_tokens: Tensor | None
+    """Index of each token to store in the KV cache among all tokens, int64 [K]; None means all
+    tokens in their order. A token occurs once for each block that it is stored in."""
+    stored_blocks: Tensor
+    """Block that receives each of these tokens, int64 [K]."""
+    stored_offsets: Tensor
+    """Index of each of these tokens in its block, int64 [K]."""
     cache_masks: Mapping[int | None, Tensor]
-    """Attention mask of the decoding rows over the KV cache, by the sliding window of the layer;
-    empty if `spans` replaces it.
+    """Attention mask of the decoding rows over the tokens of their block tables, by the sliding
+    window of the layer; empty if `spans` replaces it.
 
-    It is added to the scores, [rows, 1, queries of a KV head, columns]. With `engine.exact`, soft
-    caps or sinks it is bool [rows, tokens per row, columns] instead, and True marks the keys to
+    With `block_plan`, it is added to the scores, [rows, 1, tokens of the block tables]. Otherwise
+    it is added to the scores, [rows, 1, queries of a KV head, tokens]; with `engine.exact`, soft
+    caps or sinks it is bool [rows, tokens per row, tokens] instead, and True marks the keys to
     which a query attends.
     """
-    spans: Spans | None
-    """Part of the KV cache that each row reads; None unless the decoder is sliced."""
+    block_plan: BlockPlan | None
+    """Plan of the attention over blocks; None if the rows' blocks are read in another way."""
+    spans: Mapping[int | None, Spans]
+    """Part of the KV cache that each row reads, by the sliding window of the layer; empty unless
+    the decoder is sliced."""
     prompt_token_indices: tuple[Tensor, Tensor] | None
     """Prompt index and position of every prompt token, int64 [N] each.
 
@@ -71,6 +79,17 @@ class ForwardContext:
         assert prompts is not None and self.prompt_token_indices is not None
         padded = packed.new_zeros(len(prompts.lengths), prompts.max_length, *packed.shape[1:])
         return padded.index_put_(self.prompt_token_indices, packed)
+
+    def store(self, layer: int, keys: Tensor, values: Tensor | None) -> None:
+        """Write keys and values [R + N, KV heads, head dim] into the KV cache; the values are None
+        with latent attention."""
+        # Prompts that are only scored are not stored, and need no cache.
+        if not len(self.stored_blocks):
+            return
+        if self.stored_tokens is not None:
+            keys = keys.index_select(0, self.stored_tokens)
+            values = None if values is None else values.index_select(0, self.stored_tokens)
+        self.cache.write_tokens(layer, self.stored_blocks, self.stored_offsets, keys, values)
 
 
 def concatenate_tokens(parts: Sequence[Tensor]) -> Tensor:
@@ -107,6 +126,9 @@ class ContextBuilder:
             for rope in ropes
         }
         self._is_exact = exact
+        # The shapes of `block_attention` differ from step to step, which CUDA graphs do not allow.
+        # Its matmuls are not batch-invariant.
+        self._has_block_attention = device.type == "cpu" and not exact
         self._has_bool_masks = exact or not shape.has_plain_scores
         # All heads share the latents that latent attention caches.
         has_latents = shape.latent_attention is not None
@@ -134,32 +156,40 @@ class ContextBuilder:
                 for window in self._windows
             }
 
-        row_count = len(step.tokens) // step.tokens_per_row
-        cache_rows = torch.arange(row_count, device=tokens.device)
-        row_runs = [(0, row_count)]
-        if step.rows is not None:
-            cache_rows = torch.tensor(step.rows, device=tokens.device)
-            row_runs = _find_row_runs(step.rows)
-
-        spans = None
+        block_plan = None
+        spans = {}
         cache_masks = {}
         if self._is_sliced and step.tokens_per_row == 1:
-            lengths = (step.positions + 1).int() if step.lengths is None else step.lengths
-            spans = sliced_attention.compute_spans(cache_rows, lengths, cache.size.columns)
-        else:
+            spans = {
+                window: sliced_attention.compute_spans(
+                    step.block_tables, step.positions + 1, cache.size.block_tokens, window
+                )
+                for window in self._windows
+            }
+        elif len(step.tokens):
+            if self._has_block_attention and dtype == torch.float32 and step.tokens_per_row == 1:
+                num_blocks = step.positions // cache.size.block_tokens + 1
+                block_plan = block_attention.build_plan(step.block_tables, num_blocks)
+            columns = step.block_tables.shape[1] * cache.size.block_tokens
             cache_masks = {
-                window: self._build_cache_mask(step, window, dtype) for window in self._windows
+                window: self._build_cache_mask(step, columns, window, dtype, block_plan is not None)
+                for window in self._windows
             }
 
+        stored_tokens, stored_blocks, stored_offsets = _locate_stored_tokens(
+            step, cache.size.block_tokens
+        )
         return ForwardContext(
             step=step,
             cache=cache,
             tokens=tokens,
             positions=positions,
             rotations=self._compute_rotations(positions, dtype),
-            cache_rows=cache_rows.repeat_interleave(step.tokens_per_row),
-            row_runs=row_runs,
+            stored_tokens=stored_tokens,
+            stored_blocks=stored_blocks,
+            stored_offsets=stored_offsets,
             cache_masks=cache_masks,
+            block_plan=block_plan,
             spans=spans,
             prompt_token_indices=token_indices,
             prompt_masks=prompt_masks,
@@ -188,25 +218,54 @@ class ContextBuilder:
         # A query attends to itself and to the `window` - 1 tokens before it.
         return mask.tril().triu(1 - (window or length))
 
-    def _build_cache_mask(self, step: Step, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return the mask of the decoding rows over the KV cache.
+    def _build_cache_mask(
+        self, step: Step, columns: int, window: int | None, dtype: torch.dtype, has_plan: bool
+    ) -> Tensor:
+        """Return the mask of the decoding rows over the tokens of their block tables.
 
         See `ForwardContext.cache_masks`.
+
+        Args:
+            step: The step.
+            columns: Number of tokens of the block tables.
+            window: Number of tokens of the sliding window; None means no window.
+            dtype: Data type of the hidden states.
+            has_plan: Whether the step has a plan of the attention over blocks.
         """
-        columns = torch.arange(step.columns, device=step.positions.device)
+        column_range = torch.arange(columns, device=step.positions.device)
         positions = step.positions[:, None]
-        is_masked = columns > positions
+        is_masked = column_range > positions
         if window is not None:
-            is_masked |= columns <= positions - window
-        is_masked = is_masked.view(-1, step.tokens_per_row, step.columns)
-        if self._has_bool_masks:
+            is_masked |= column_range <= positions - window
+        is_masked = is_masked.view(-1, step.tokens_per_row, columns)
+        if self._has_bool_masks and not has_plan:
             return ~is_masked
 
-        # `CoreAttention` stacks the queries that share a KV head, so the mask of a token is
-        # repeated for each of these queries.
         mask = torch.zeros(is_masked.shape, device=is_masked.device, dtype=dtype)
         mask.masked_fill_(is_masked, float("-inf"))
+        if has_plan:
+            return mask
+        # `CoreAttention` stacks the queries that share a KV head, so the mask of a token is
+        # repeated for each of these queries.
         return mask.repeat_interleave(self._queries_per_kv_head, 1)[:, None]
+
+
+def _locate_stored_tokens(step: Step, block_tokens: int) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return which tokens a step stores in the KV cache, their blocks, and their indices in these
+    blocks; see `ForwardContext`."""
+    rows = torch.arange(len(step.block_tables), device=step.tokens.device)
+    rows = rows.repeat_interleave(step.tokens_per_row)
+    blocks = step.block_tables[rows, step.positions // block_tokens]
+    offsets = step.positions % block_tokens
+    prompts = step.prompts
+    if prompts is None:
+        return None, blocks, offsets
+    decoding_tokens = torch.arange(len(step.tokens), device=step.tokens.device)
+    return (
+        torch.cat((decoding_tokens, prompts.stored_tokens + len(step.tokens))),
+        torch.cat((blocks, prompts.stored_blocks)),
+        torch.cat((offsets, prompts.stored_offsets)),
+    )
 
 
 def _compute_token_indices(prompts: Prompts) -> tuple[Tensor, Tensor]:
@@ -217,19 +276,3 @@ def _compute_token_indices(prompts: Prompts) -> tuple[Tensor, Tensor]:
     prompt_indices = torch.repeat_interleave(prompts.lengths)
     token_range = torch.arange(len(prompts.tokens), device=prompts.tokens.device)
     return prompt_indices, token_range - starts[prompt_indices]
-
-
-def _find_row_runs(rows: list[int]) -> list[tuple[int, int]]:
-    """Split ascending row indices into runs of consecutive rows.
-
-    Returns:
-        Pairs of first row and number of rows; [(0, 0)] if `rows` is empty.
-    """
-    runs: list[tuple[int, int]] = []
-    for row in rows:
-        first, count = runs[-1] if runs else (0, 0)
-        if runs and row == first + count:
-            runs[-1] = first, count + 1
-        else:
-            runs.append((row, 1))
-    return runs or [(0, 0)]

@@ -13,11 +13,7 @@ from torch import Tensor
 from aligner.engines.embedded.cache import KVCache
 from aligner.engines.embedded.decoder import Decoder
 from aligner.engines.embedded.decoder_step import Step
-
-# Graphs are captured for numbers of rows that are powers of two. Where a step reads all columns of
-# the KV cache, the number of columns is rounded up to a multiple of this number, so that a growing
-# sequence replays the same graph for many steps.
-_COLUMN_MULTIPLE = 256
+from aligner.models.layouts import count_blocks
 
 
 @dataclass(frozen=True)
@@ -35,8 +31,9 @@ class GraphedForward:
     """Forward pass that replays CUDA graphs for decode steps.
 
     A step is padded to the next larger size for which graphs are captured. The graph of a size is
-    captured when the size first occurs. Steps with prompts or draft tokens, without logits, or with
-    explicit rows are not captured, and run eagerly.
+    captured when the size first occurs. Steps with prompts or draft tokens, or without logits, are
+    not captured, and run eagerly. The block tables are input tensors, so a graph works for all
+    places of the blocks.
 
     A graph contains the addresses of the weights and of the KV cache. Call `clear` whenever one of
     them moves.
@@ -45,7 +42,7 @@ class GraphedForward:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._captured_graphs: dict[tuple[int, int], _CapturedGraph] = {}
-        """Captured graphs by number of rows and number of columns."""
+        """Captured graphs by number of rows and number of blocks per row."""
         self._pool: Any = None
         """Memory pool that all graphs share."""
         self._stream: torch.cuda.Stream | None = None
@@ -76,23 +73,19 @@ class GraphedForward:
             or rows == 0
             or step.tokens_per_row > 1
             or not step.needs_logits
-            or step.rows is not None
         ):
             return self._decoder.forward(step, cache)
 
-        # The next power of two: few graphs serve all batch sizes, at less than twice the rows.
-        graph_rows = min(1 << (rows - 1).bit_length(), cache.size.rows)
-        graph_columns = cache.size.columns
-        # A sliced decoder reads only the tokens that its rows have, so one graph serves all numbers
-        # of columns.
-        if not self._decoder.is_sliced:
-            rounded_columns = -(-step.columns // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
-            graph_columns = min(rounded_columns, graph_columns)
-
-        captured = self._captured_graphs.get((graph_rows, graph_columns))
+        # The next powers of two: few graphs serve all batch sizes and lengths, at less than twice
+        # the rows and blocks.
+        size = cache.size
+        graph_rows = min(_round_up_to_power(rows), size.sequences)
+        max_width = count_blocks(size.tokens, size.block_tokens)
+        graph_width = min(_round_up_to_power(step.block_tables.shape[1]), max_width)
+        captured = self._captured_graphs.get((graph_rows, graph_width))
         if captured is None:
-            captured = self._capture(graph_rows, graph_columns, step, cache)
-            self._captured_graphs[graph_rows, graph_columns] = captured
+            captured = self._capture(graph_rows, graph_width, step, cache)
+            self._captured_graphs[graph_rows, graph_width] = captured
 
         self._copy_inputs(captured.step, step, cache)
         captured.graph.replay()
@@ -101,39 +94,36 @@ class GraphedForward:
     def _copy_inputs(self, static_step: Step, step: Step, cache: KVCache) -> None:
         """Copy a step's inputs into the static input tensors of a captured step.
 
-        The rows after the step's own rows are padding. Their tokens are written to the last column
-        of the cache, where a resident row has no token, and they read as little of the cache as
-        possible.
+        The rows after the step's own rows are padding. They have one token, which is written to the
+        null block.
         """
-        rows = len(step.tokens)
+        rows, width = step.block_tables.shape
         static_step.tokens[:rows] = step.tokens
         static_step.positions[:rows] = step.positions
-        static_step.positions[rows:] = cache.size.columns - 1
-        if static_step.lengths is not None:
-            static_step.lengths[:rows] = step.positions + 1
-            static_step.lengths[rows:] = 1
+        static_step.positions[rows:] = 0
+        static_step.block_tables.fill_(cache.null_block)
+        static_step.block_tables[:rows, :width] = step.block_tables
 
-    def _build_static_step(self, rows: int, columns: int, step: Step, cache: KVCache) -> Step:
+    def _build_static_step(self, rows: int, width: int, step: Step, cache: KVCache) -> Step:
         """Return a step of the given size with tensors of its own, filled with a step's inputs.
 
         Args:
             rows: Number of rows of the new step, at least the number of rows of `step`.
-            columns: Number of columns of the KV cache that the new step reads.
+            width: Number of blocks per row of the new step, at least the number of `step`.
             step: Step whose inputs are copied.
             cache: KV cache.
         """
-        lengths = (
-            step.positions.new_ones(rows, dtype=torch.int32) if self._decoder.is_sliced else None
-        )
         static_step = Step(
-            step.tokens.new_zeros(rows), step.positions.new_zeros(rows), columns, lengths=lengths
+            step.tokens.new_zeros(rows),
+            step.positions.new_zeros(rows),
+            step.block_tables.new_zeros(rows, width),
         )
         self._copy_inputs(static_step, step, cache)
         return static_step
 
-    def _capture(self, rows: int, columns: int, step: Step, cache: KVCache) -> _CapturedGraph:
+    def _capture(self, rows: int, width: int, step: Step, cache: KVCache) -> _CapturedGraph:
         """Capture a CUDA graph of a decode step of the given size."""
-        static_step = self._build_static_step(rows, columns, step, cache)
+        static_step = self._build_static_step(rows, width, step, cache)
 
         # A warm-up run on a side stream, outside the graph, lets libraries allocate their
         # workspaces.
@@ -153,3 +143,8 @@ class GraphedForward:
         ):
             logits = self._decoder.forward(static_step, cache)
         return _CapturedGraph(graph, static_step, logits)
+
+
+def _round_up_to_power(count: int) -> int:
+    """Round a number up to a power of two."""
+    return 1 << (count - 1).bit_length()

@@ -63,10 +63,11 @@ class LatentAttentionMixer:
         query = self._compute_query(layer, x, prefix, context)
         cached = self._compute_cached(layer, x, prefix, context)
 
+        context.store(layer, cached, None)
         rows = context.num_decoding_tokens
         parts = []
         if rows:
-            parts.append(self._decode(layer, query[:rows], cached[:rows], prefix, context))
+            parts.append(self._decode(layer, query[:rows], prefix, context))
         if context.step.prompts is not None:
             parts.append(self._prefill(layer, query[rows:], cached[rows:], prefix, context))
         attention = concatenate_tokens(parts)
@@ -113,15 +114,12 @@ class LatentAttentionMixer:
             return x
         return rotate(x, *context.rotations[rope], is_interleaved=rope.is_interleaved)
 
-    def _decode(
-        self, layer: int, query: Tensor, cached: Tensor, prefix: str, context: ForwardContext
-    ) -> Tensor:
+    def _decode(self, layer: int, query: Tensor, prefix: str, context: ForwardContext) -> Tensor:
         """Compute the attention of the decoding rows over the cached latents.
 
         Args:
             layer: Index of the layer.
             query: Rotated queries, [R, heads, head dim].
-            cached: Latents and rotated keys of the same tokens, [R, 1, cached dim].
             prefix: Prefix of the names of the layer's weights.
             context: Context of the forward pass.
 
@@ -129,7 +127,6 @@ class LatentAttentionMixer:
             The attention output [R, heads * value dim].
         """
         latent = self._latent
-        context.cache.write_tokens(layer, context.cache_rows, context.step.positions, cached, None)
         # Weights of keys and values, [heads, qk_nope_head_dim or v_head_dim, kv_lora_rank].
         key_weights, value_weights = (
             self._weights[prefix + "linear_kv_up_proj.weight"]
@@ -160,13 +157,6 @@ class LatentAttentionMixer:
             The attention output [N, heads * value dim].
         """
         latent = self._latent
-        prompts = context.step.prompts
-        assert prompts is not None
-        # Prompts that are only scored have no rows.
-        if prompts.rows:
-            rows = context.pad_prompts(cached).transpose(1, 2)
-            context.cache.write_prompts(layer, prompts.rows, prompts.prompt_indices, rows, None)
-
         key_latent, shared_key = cached.split((latent.kv_lora_rank, latent.qk_rope_head_dim), -1)
         keys_and_values = self._matmuls.linear(key_latent[:, 0], prefix + "linear_kv_up_proj")
         key, value = keys_and_values.unflatten(-1, (self._heads, -1)).split(

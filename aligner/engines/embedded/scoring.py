@@ -1,6 +1,6 @@
 """Log-probs of given tokens, for `EmbeddedEngine.score`.
 
-The sequences run through the decoder without rows of the KV cache, so that scoring disturbs no
+The sequences run through the decoder without blocks of the KV cache, so that scoring disturbs no
 request in flight. The logits are computed in chunks of positions: the logits of a long prompt at
 all positions would need more memory than the model.
 """
@@ -49,10 +49,13 @@ def score_sequences(
         lengths=torch.tensor(lengths, device=device),
         max_length=max(lengths),
         prompt_indices=no_rows,
-        rows=[],
+        stored_tokens=no_rows,
+        stored_blocks=no_rows,
+        stored_offsets=no_rows,
+        state_rows=no_rows,
     )
     hidden_states = state.decoder.compute_hidden_states(
-        Step(no_rows, no_rows, 1, prompts), state.cache
+        Step(no_rows, no_rows, no_rows.view(0, 1), prompts), state.cache
     )
     # The hidden state of a token predicts the next one.
     return [

@@ -1,4 +1,4 @@
-"""The queue of requests that wait for a row of the KV cache."""
+"""The queue of requests that wait for blocks of the KV cache."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -7,9 +7,10 @@ from aligner.engines.embedded.decoded_response import DecodedResponse
 
 
 class WaitingQueue:
-    """Requests that wait for a row, in the order of their admission.
+    """Requests that wait for blocks, in the order of their admission.
 
-    No method searches the queue: a step may have many more waiting requests than rows.
+    No method searches the queue: a step may have many more waiting requests than requests in
+    flight.
     """
 
     def __init__(self) -> None:
