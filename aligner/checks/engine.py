@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from aligner.checks import tensorrt_llm_arguments, vllm_arguments
 from aligner.errors import ConfigError
 from aligner.models.layouts import (
-    cache_bytes_per_token,
+    cache_bytes_per_sequence,
+    choose_block_tokens,
     engine_problems,
     speculation_problems,
-    state_bytes_per_row,
     tensor_sizes,
 )
 from aligner.models.model_source import ExpectedInputs, read_architecture, read_quantization
@@ -145,9 +145,12 @@ def _find_cache_problems(config: Config, model: ModelShape) -> Iterator[str]:
     max_length = get_max_sequence_length(config)
     itemsize = get_device(config, config.engine.precision).itemsize
     # The last token of a response is sampled, but never fed back into the model.
-    needed_bytes = cache_bytes_per_token(model, config.engine.parallel.tensor, itemsize) * (
-        max_length - 1
-    ) + state_bytes_per_row(model, config.engine.parallel.tensor, itemsize)
+    block_tokens = 1
+    if config.engine.kind == "embedded":
+        block_tokens = choose_block_tokens(max_length - 1, is_gpu=uses_gpus(config))
+    needed_bytes = cache_bytes_per_sequence(
+        model, config.engine.parallel.tensor, itemsize, max_length - 1, block_tokens
+    )
     if budget is not None and needed_bytes > budget << 20:
         yield (
             f"engine.kv_cache_mib={budget}: must be at least {needed_bytes / 2**20:.1f} MiB to hold"

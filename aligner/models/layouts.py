@@ -66,6 +66,23 @@ def state_bytes_per_row(shape: ModelShape, tensor: int, itemsize: int) -> int:
     return layers * (conv + recurrent) // tensor
 
 
+def cache_bytes_per_sequence(
+    shape: ModelShape, tensor: int, itemsize: int, tokens: int, block_tokens: int
+) -> int:
+    """Return the size in bytes of a sequence's KV cache and states on a tensor-parallel rank.
+
+    Args:
+        shape: The model's shape.
+        tensor: Tensor-parallel size.
+        itemsize: Bytes per element of the cache.
+        tokens: Number of tokens of the sequence in the cache.
+        block_tokens: Number of tokens of a block of the cache.
+    """
+    block_bytes = block_tokens * cache_bytes_per_token(shape, tensor, itemsize)
+    blocks = count_blocks(tokens, block_tokens)
+    return blocks * block_bytes + state_bytes_per_row(shape, tensor, itemsize)
+
+
 def layout_problems(key: str, layout: ParallelConfig, shape: ModelShape) -> Iterator[str]:
     """Yield a message for each reason why a model cannot run with a layout.
 

@@ -39,6 +39,7 @@ from aligner.models import batch_invariant
 from aligner.models.layouts import (
     cache_bytes_per_token,
     choose_block_tokens,
+    count_blocks,
     engine_problems,
     speculation_problems,
     state_bytes_per_row,
@@ -428,12 +429,16 @@ class EmbeddedEngine(GenerationEngine):
         The last token of a sequence is not in the cache. Raises AlignerError if no sequence fits.
         """
         max_tokens = tokens - 1
+        block_tokens = choose_block_tokens(max_tokens, is_gpu=self._device.type == "cuda")
+        if self._graphs is not None:
+            # The cache then also suffices for later batches of similar lengths.
+            max_tokens = count_blocks(max_tokens, block_tokens) * block_tokens
         return compute_cache_size(
             self._token_bytes,
             max_tokens,
             min(self._settings.batch_size, sequences),
             self._settings.kv_cache_mib,
-            choose_block_tokens(max_tokens, is_gpu=self._device.type == "cuda"),
+            block_tokens,
             self._state_bytes,
         )
 

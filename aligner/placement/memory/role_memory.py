@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from rich import box
 from rich.table import Table
 
-from aligner.models.layouts import cache_bytes_per_token, state_bytes_per_row
+from aligner.models.layouts import cache_bytes_per_sequence, choose_block_tokens
 from aligner.models.model_source import (
     NOTHING_EXPECTED,
     ExpectedInputs,
@@ -339,8 +339,8 @@ def compute_engine_memory(
 def _compute_cache_bytes(config: Config, shape: ModelShape, itemsize: int, used_bytes: int) -> int:
     """Return the bytes of the KV cache.
 
-    External engines reserve a share of the memory in advance; the embedded engine allocates what it
-    uses.
+    External engines reserve a share of the memory in advance; the embedded engine allocates blocks
+    for the concurrent sequences at their maximum length.
 
     Args:
         config: The run's configuration.
@@ -351,9 +351,13 @@ def _compute_cache_bytes(config: Config, shape: ModelShape, itemsize: int, used_
     engine = config.engine
     memory = config.cluster.device_memory_gib
     # The KV cache never contains the last token, whose successor is not generated.
-    row_bytes = (get_max_sequence_length(config) - 1) * cache_bytes_per_token(
-        shape, engine.parallel.tensor, itemsize
-    ) + state_bytes_per_row(shape, engine.parallel.tensor, itemsize)
+    tokens = get_max_sequence_length(config) - 1
+    block_tokens = 1
+    if engine.kind == "embedded":
+        block_tokens = choose_block_tokens(tokens, is_gpu=uses_gpus(config))
+    row_bytes = cache_bytes_per_sequence(
+        shape, engine.parallel.tensor, itemsize, tokens, block_tokens
+    )
     limit = None if engine.kv_cache_mib is None else engine.kv_cache_mib << 20
     if engine.kind != "embedded" and limit is not None:
         return limit
