@@ -185,9 +185,9 @@ class EngineConfig:
     )
     kv_cache_mib: int | None = option(
         None,
-        "Memory for the KV cache per rank in MiB; less memory allows fewer sequences at the"
-        " same time. Null means no limit for the embedded engine, the engine's memory fraction"
-        " for TensorRT-LLM and for vLLM on GPUs, and `engine.batch_size` sequences of the maximum"
+        "Memory for the KV cache per rank in MiB; less memory allows fewer tokens in flight at the"
+        " same time. Null means no limit for the embedded engine, the engine's memory fraction for"
+        " TensorRT-LLM and for vLLM on GPUs, and `engine.batch_size` sequences of the maximum"
         " length for vLLM on CPUs.",
         minimum=1,
     )

@@ -270,7 +270,7 @@ def test_block_attention_equals_contiguous_attention(options, sharing, spread):
     is_hidden = torch.arange(width * tokens) >= lengths[:, None]
     mask = torch.zeros(rows, 1, width * tokens).masked_fill(is_hidden[:, None], float("-inf"))
 
-    plan = block_attention.build_plan(tables, num_blocks)
+    plan = block_attention.build_plan(tables, num_blocks, kv_heads, 3)
     found = block_attention.attend(query, keys, values, plan, mask, scale=None, **options)
     contiguous = [cached[tables].transpose(1, 2).flatten(2, 3) for cached in (keys, values)]
     expected = build_reference(query, *contiguous, mask, **options)
@@ -280,7 +280,7 @@ def test_block_attention_equals_contiguous_attention(options, sharing, spread):
     places = torch.randperm(len(keys), generator=generator)
     moved_keys, moved_values = torch.empty_like(keys), torch.empty_like(values)
     moved_keys[places], moved_values[places] = keys, values
-    plan = block_attention.build_plan(places[tables], num_blocks)
+    plan = block_attention.build_plan(places[tables], num_blocks, kv_heads, 3)
     moved = block_attention.attend(
         query, moved_keys, moved_values, plan, mask, scale=None, **options
     )

@@ -10,11 +10,11 @@ A block that several rows share, such as the blocks of a common prompt, is read 
 them.
 
 Shapes: R rows, M blocks of the longest row, T tokens of a block, H heads, G KV heads, Q = H / G
-queries of a KV head, D dimensions. A group has n blocks with S readers each. The entries of a group
-are its pairs of block and reader; E is their number in all groups.
+queries of a KV head, D dimensions. A group has n blocks with S readers each. The matmuls of a group
+multiply [n * G] blocks of a KV head with S * Q queries each. The entries of a group are its
+n * G * S * Q pairs of block and query, in this order; E is their number in all groups.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,10 +35,10 @@ class BlockGroup:
 
     blocks: slice | Tensor
     """The blocks: a slice of the cache, or indices, int64 [n]."""
-    readers: Tensor
-    """Rows that read each block, int64 [n * S]; 0 for missing readers."""
     num_readers: int
     """Number of readers of each block, S."""
+    entries: slice
+    """The group's entries among all entries."""
 
     def select(self, cached: Tensor) -> Tensor:
         """Return the group's blocks of keys or values, [n * G, T, D].
@@ -56,83 +56,140 @@ class BlockPlan:
     """Assignment of the blocks of a step to groups, and of their scores to rows."""
 
     groups: tuple[BlockGroup, ...]
+    queries: Tensor
+    """Index of the query of each entry among R * H queries, int64 [E]; 0 for missing readers."""
     row_entries: Tensor
-    """Entry of each block of each row, int64 [R * M]; 0 after the row's last block."""
+    """Entry of each query and block of each row, int64 [R * H * M]; 0 after the row's last
+    block."""
     entry_columns: Tensor
     """Index in `row_entries` of each entry, int64 [E]; 0 for entries without a reader."""
     used_entries: Tensor
-    """Entries of each row, without those after its last block, int64."""
-    row_starts: Tensor
-    """Index of each row's first entry in `used_entries`, int64 [R]."""
+    """Entries of each query, without those after the last block of its row, int64."""
+    query_starts: Tensor
+    """Index of each query's first entry in `used_entries`, int64 [R * H]."""
 
 
-def build_plan(block_tables: Tensor, num_blocks: Tensor) -> BlockPlan:
+def build_plan(
+    block_tables: Tensor, num_blocks: Tensor, kv_heads: int, queries_per_kv_head: int
+) -> BlockPlan:
     """Return the plan of a step.
 
     Args:
         block_tables: Blocks of each row on the CPU, int64 [R, M].
         num_blocks: Number of blocks of each row, int64 [R].
+        kv_heads: Number of KV heads, G.
+        queries_per_kv_head: Number of queries of a KV head, Q.
     """
     tables = block_tables.numpy()
     counts = num_blocks.numpy()
-    width = tables.shape[1]
-    is_used = np.arange(width) < counts[:, None]
-    columns = np.flatnonzero(is_used)
+    rows, width = tables.shape
+    heads = kv_heads * queries_per_kv_head
+    head_range = np.arange(heads)
+
+    # Sort the columns r * M + m of the table by block. The readers of a block are then adjacent.
+    columns = np.flatnonzero(np.arange(width) < counts[:, None])
     blocks = tables.ravel()[columns]
-    # Sort the columns by block. The readers of a block are then adjacent.
     order = np.argsort(blocks, kind="stable")
-    sorted_blocks = blocks[order]
     sorted_columns = columns[order]
     unique_blocks, first_readers, reader_counts = np.unique(
-        sorted_blocks, return_index=True, return_counts=True
+        blocks[order], return_index=True, return_counts=True
     )
-    is_shared = reader_counts > 1
 
-    row_entries = np.zeros(tables.size, dtype=np.int64)
-    entry_columns: list[np.ndarray] = []
     groups: list[BlockGroup] = []
-    if not is_shared.all():
-        own_blocks = unique_blocks[~is_shared]
-        own_columns = sorted_columns[first_readers[~is_shared]]
-        first, last = own_blocks[0], own_blocks[-1]
-        selection: slice | Tensor = slice(first, last + 1)
-        if last + 1 - first > _MAX_SPREAD * len(own_blocks):
-            selection = torch.from_numpy(own_blocks)
-            entries = np.arange(len(own_blocks))
-            group_columns = own_columns
-        else:
-            entries = own_blocks - first
-            group_columns = np.zeros(last + 1 - first, dtype=np.int64)
-            group_columns[entries] = own_columns
-        row_entries[own_columns] = entries
-        entry_columns.append(group_columns)
-        groups.append(BlockGroup(selection, torch.from_numpy(group_columns // width), 1))
+    group_columns: list[np.ndarray] = []
+    row_entries = np.zeros((rows * width, heads), dtype=np.int64)
+    first_entry = 0
+    is_shared = reader_counts > 1
+    for selected, num_readers in (
+        (~is_shared, 1),
+        (is_shared, min(int(reader_counts.max()), _MAX_READERS)),
+    ):
+        if not selected.any():
+            continue
+        read_columns, places, group_blocks = _place_readers(
+            unique_blocks[selected],
+            first_readers[selected],
+            reader_counts[selected],
+            sorted_columns,
+            num_readers,
+        )
+        num_blocks_read = (
+            group_blocks.stop - group_blocks.start
+            if isinstance(group_blocks, slice)
+            else len(group_blocks)
+        )
+        # Columns of the readers, 0 where there are none, [n, S].
+        reader_columns = np.zeros((num_blocks_read, num_readers), dtype=np.int64)
+        reader_columns.ravel()[places] = read_columns
+        # Entry ((block * G + KV head) * S + reader) * Q + query of each place and head.
+        entries = (
+            places[:, None] // num_readers * kv_heads + head_range // queries_per_kv_head
+        ) * num_readers + places[:, None] % num_readers
+        entries = entries * queries_per_kv_head + head_range % queries_per_kv_head
+        row_entries[read_columns] = first_entry + entries
 
-    if is_shared.any():
-        shared_counts = reader_counts[is_shared]
-        num_readers = min(int(shared_counts.max()), _MAX_READERS)
-        # A block with more readers than `num_readers` is repeated.
-        repeats = -(-shared_counts // num_readers)
-        repeated_blocks = np.repeat(unique_blocks[is_shared], repeats)
-        first_entries = (np.cumsum(repeats) - repeats) * num_readers
-        reader_ids = np.concatenate([np.arange(count) for count in shared_counts])
-        entries = np.repeat(first_entries, shared_counts) + reader_ids
-        first_columns = np.repeat(first_readers[is_shared], shared_counts)
-        shared_columns = sorted_columns[first_columns + reader_ids]
-        group_columns = np.zeros(len(repeated_blocks) * num_readers, dtype=np.int64)
-        group_columns[entries] = shared_columns
-        row_entries[shared_columns] = entries + sum(map(len, entry_columns))
-        entry_columns.append(group_columns)
-        readers = torch.from_numpy(group_columns // width)
-        groups.append(BlockGroup(torch.from_numpy(repeated_blocks), readers, num_readers))
+        num_entries = reader_columns.size * heads
+        groups.append(
+            BlockGroup(group_blocks, num_readers, slice(first_entry, first_entry + num_entries))
+        )
+        # [n, S] -> [n, G, S, Q]: the column and the head of each entry.
+        by_head = np.broadcast_to(
+            reader_columns[:, None, :, None],
+            (num_blocks_read, kv_heads, num_readers, queries_per_kv_head),
+        )
+        group_heads = head_range.reshape(1, kv_heads, 1, queries_per_kv_head)
+        row_heads = by_head // width * heads + group_heads
+        group_columns.append((row_heads * width + by_head % width).ravel())
+        first_entry += num_entries
 
+    entry_columns = np.concatenate(group_columns)
+    # [R * M, H] -> [R, H, M]
+    row_entries = row_entries.reshape(rows, width, heads).transpose(0, 2, 1)
+    is_used = np.broadcast_to((np.arange(width) < counts[:, None])[:, None], row_entries.shape)
+    query_counts = np.repeat(counts, heads)
     return BlockPlan(
         groups=tuple(groups),
-        row_entries=torch.from_numpy(row_entries),
-        entry_columns=torch.from_numpy(np.concatenate(entry_columns)),
-        used_entries=torch.from_numpy(row_entries[columns]),
-        row_starts=torch.from_numpy(np.cumsum(counts) - counts),
+        queries=torch.from_numpy(entry_columns // width),
+        row_entries=torch.from_numpy(row_entries.ravel()),
+        entry_columns=torch.from_numpy(entry_columns),
+        used_entries=torch.from_numpy(row_entries[is_used]),
+        query_starts=torch.from_numpy(np.cumsum(query_counts) - query_counts),
     )
+
+
+def _place_readers(
+    blocks: np.ndarray,
+    first_readers: np.ndarray,
+    reader_counts: np.ndarray,
+    sorted_columns: np.ndarray,
+    num_readers: int,
+) -> tuple[np.ndarray, np.ndarray, slice | Tensor]:
+    """Assign the readers of blocks to the places of a group.
+
+    Args:
+        blocks: Blocks of the group, ascending.
+        first_readers: Index in `sorted_columns` of the first reader of each block.
+        reader_counts: Number of readers of each block.
+        sorted_columns: Columns of the table, sorted by block.
+        num_readers: Number of places per block, S.
+
+    Returns:
+        The columns of all readers, the place of each (block * S + reader), and the group's blocks.
+    """
+    # A block with more readers than places is repeated.
+    repeats = -(-reader_counts // num_readers)
+    first_places = np.cumsum(repeats) - repeats
+    selection: slice | Tensor = torch.from_numpy(np.repeat(blocks, repeats))
+    if (repeats == 1).all() and blocks[-1] + 1 - blocks[0] <= _MAX_SPREAD * len(blocks):
+        first_places = blocks - blocks[0]
+        selection = slice(int(blocks[0]), int(blocks[-1]) + 1)
+
+    # Number of each reader among those of its block.
+    reader_starts = np.cumsum(reader_counts) - reader_counts
+    numbers = np.arange(reader_counts.sum()) - np.repeat(reader_starts, reader_counts)
+    read_columns = sorted_columns[np.repeat(first_readers, reader_counts) + numbers]
+    places = np.repeat(first_places, reader_counts) * num_readers + numbers
+    return read_columns, places, selection
 
 
 def attend(
@@ -162,58 +219,43 @@ def attend(
         The attention output, [R, H * value dim].
     """
     rows, heads, dim = query.shape
+    tokens = keys.shape[2]
     scaled_query = query * (dim**-0.5 if scale is None else scale)
-    group_scores = [_compute_scores(scaled_query, keys, group) for group in plan.groups]
+    queries = scaled_query.flatten(0, 1).index_select(0, plan.queries)
+    scores = queries.new_empty(len(queries), tokens)
+    for group in plan.groups:
+        _multiply(queries, group.select(keys).mT, scores, group)
 
-    # [E, H, T] -> [R, H, M * T]
-    scores = _concatenate(group_scores).index_select(0, plan.row_entries)
-    scores = scores.view(rows, -1, heads, keys.shape[2]).transpose(1, 2).flatten(2)
+    # [E, T] -> [R, H, M * T]
+    row_scores = scores.index_select(0, plan.row_entries).view(rows, heads, -1)
     if softcap is not None:
-        scores.div_(softcap).tanh_().mul_(softcap)
-    scores += mask
-    weights = _softmax(scores, sinks)
+        row_scores.div_(softcap).tanh_().mul_(softcap)
+    weights = _softmax(row_scores.add_(mask), sinks)
 
-    # [R, H, M * T] -> [E, H, T]
-    weights = weights.unflatten(2, (-1, keys.shape[2])).transpose(1, 2).flatten(0, 1)
-    weights = weights.index_select(0, plan.entry_columns)
-    sizes = [len(group.readers) for group in plan.groups]
-    outputs = [
-        _weigh_values(group_weights, values, group)
-        for group_weights, group in zip(weights.split(sizes), plan.groups, strict=True)
-    ]
-    # `embedding_bag` sums the entries of each row in one pass.
-    return F.embedding_bag(plan.used_entries, _concatenate(outputs), plan.row_starts, mode="sum")
+    # [R, H, M * T] -> [E, T]
+    weights = weights.view(-1, tokens).index_select(0, plan.entry_columns)
+    outputs = queries.new_empty(len(queries), values.shape[-1])
+    for group in plan.groups:
+        _multiply(weights, group.select(values), outputs, group)
+    # `embedding_bag` sums the entries of each query in one pass.
+    attention = F.embedding_bag(plan.used_entries, outputs, plan.query_starts, mode="sum")
+    return attention.view(rows, -1)
 
 
-def _compute_scores(query: Tensor, keys: Tensor, group: BlockGroup) -> Tensor:
-    """Return the scores of a group's entries, [n * S, H, T]."""
-    kv_heads, block_tokens, dim = keys.shape[1:]
-    heads = query.shape[1]
-    readers = group.num_readers
-    # [n * S, H, D] -> [n * G, S * Q, D], so that the readers of a block share a matmul.
-    queries = query.index_select(0, group.readers)
-    queries = queries.view(-1, readers, kv_heads, heads // kv_heads, dim).transpose(1, 2)
-    queries = queries.reshape(-1, readers * heads // kv_heads, dim)
-    scores = torch.bmm(queries, group.select(keys).mT)
-    scores = scores.view(-1, kv_heads, readers, heads // kv_heads, block_tokens)
-    return scores.transpose(1, 2).reshape(-1, heads, block_tokens)
-
-
-def _weigh_values(weights: Tensor, values: Tensor, group: BlockGroup) -> Tensor:
-    """Return the weighted values of a group's entries, [n * S, H * value dim].
+def _multiply(left: Tensor, blocks: Tensor, product: Tensor, group: BlockGroup) -> None:
+    """Multiply the entries of a group with its blocks.
 
     Args:
-        weights: Attention weights of the entries, [n * S, H, T].
-        values: Values of a layer, [blocks, G, T, value dim].
+        left: Left factors of all entries, [E, inputs].
+        blocks: Blocks of the group, [n * G, inputs, outputs].
+        product: Products of all entries, [E, outputs]; the function writes those of the group.
         group: The group.
     """
-    kv_heads, block_tokens, dim = values.shape[1:]
-    readers = group.num_readers
-    queries = weights.shape[1] // kv_heads
-    weights = weights.view(-1, readers, kv_heads, queries, block_tokens).transpose(1, 2)
-    outputs = torch.bmm(weights.reshape(-1, readers * queries, block_tokens), group.select(values))
-    outputs = outputs.view(-1, kv_heads, readers, queries, dim).transpose(1, 2)
-    return outputs.reshape(-1, kv_heads * queries * dim)
+    torch.bmm(
+        left[group.entries].view(len(blocks), -1, left.shape[1]),
+        blocks,
+        out=product[group.entries].view(len(blocks), -1, product.shape[1]),
+    )
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -221,9 +263,4 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     if sinks is None:
         return scores.softmax(-1)
     sink_scores = sinks.to(scores.dtype)[:, None].expand(len(scores), -1, 1)
-    return torch.cat((scores, sink_scores), -1).softmax(-1)[..., :-1]
-
-
-def _concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate the tensors of the groups; a single one is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    return torch.cat((scores, sink_scores), -1).softmax(-1)[..., :-1].contiguous()

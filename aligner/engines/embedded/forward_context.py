@@ -133,7 +133,10 @@ class ContextBuilder:
         # All heads share the latents that latent attention caches.
         has_latents = shape.latent_attention is not None
         kv_heads = 1 if has_latents else shape.kv_heads_on_rank(tensor_parallel_size)
+        self._kv_heads = kv_heads
         self._queries_per_kv_head = shape.num_heads // tensor_parallel_size // kv_heads
+        self._last_plan: tuple[Tensor, Tensor, BlockPlan] | None = None
+        """Block tables and numbers of blocks of the last step with a plan, and the plan."""
 
     def build(self, step: Step, cache: KVCache, dtype: torch.dtype) -> ForwardContext:
         """Return the context of a step.
@@ -168,8 +171,7 @@ class ContextBuilder:
             }
         elif len(step.tokens):
             if self._has_block_attention and dtype == torch.float32 and step.tokens_per_row == 1:
-                num_blocks = step.positions // cache.size.block_tokens + 1
-                block_plan = block_attention.build_plan(step.block_tables, num_blocks)
+                block_plan = self._get_block_plan(step, cache.size.block_tokens)
             columns = step.block_tables.shape[1] * cache.size.block_tokens
             cache_masks = {
                 window: self._build_cache_mask(step, columns, window, dtype, block_plan is not None)
@@ -194,6 +196,24 @@ class ContextBuilder:
             prompt_token_indices=token_indices,
             prompt_masks=prompt_masks,
         )
+
+    def _get_block_plan(self, step: Step, block_tokens: int) -> BlockPlan:
+        """Return the plan of the attention over blocks.
+
+        The plan of the last step is used again, unless a row has got a new block since.
+        """
+        num_blocks = step.positions // block_tokens + 1
+        if self._last_plan is not None:
+            last_tables, last_num_blocks, plan = self._last_plan
+            if torch.equal(num_blocks, last_num_blocks) and torch.equal(
+                step.block_tables, last_tables
+            ):
+                return plan
+        plan = block_attention.build_plan(
+            step.block_tables, num_blocks, self._kv_heads, self._queries_per_kv_head
+        )
+        self._last_plan = (step.block_tables, num_blocks, plan)
+        return plan
 
     def _compute_rotations(
         self, positions: Tensor, dtype: torch.dtype

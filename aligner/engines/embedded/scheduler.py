@@ -331,9 +331,10 @@ class Scheduler:
         length.
         """
         for response in [*self._running]:
-            if not response.blocks:  # preempted by a request before it
-                continue
             missing = self._count_missing_blocks(response, response.length)
+            # A request without blocks was preempted by a request before it.
+            if not missing or not response.blocks:
+                continue
             while not self._free_blocks(missing):
                 preempted = self._running[-1]
                 self._preempt(preempted)
@@ -680,7 +681,8 @@ class Scheduler:
             return 1
         remaining = (response.limit - len(response.tokens) for response in self._running)
         count = min(self._state.steps_per_sync, *remaining)
-        return count if self._reserve_tokens(self._running, count - 1) else 1
+        is_reserved = count > 1 and self._reserve_tokens(self._running, count - 1)
+        return count if is_reserved else 1
 
     def _record_routing(self, step: Step, routing: Tensor) -> None:
         """Append the expert routing of a step to its rows.
