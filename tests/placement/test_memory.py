@@ -326,7 +326,7 @@ def test_engine_shares_only_equal_shards() -> None:
 
 def test_kv_cache_size_follows_batch_within_limit() -> None:
     token = 2 * 4 * 2 * 16 * 4  # keys and values, layers, KV heads, head size, bytes in fp32
-    row = (16 + 16 - 1) * token
+    row = 32 * token  # two blocks, for a prompt of 16 tokens and a response of 16, without the last
 
     def used(*overrides: str) -> int:
         return needs("experiment=tiny_ppo", *overrides)["trainer"].phases[0].cache

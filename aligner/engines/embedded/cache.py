@@ -264,7 +264,9 @@ def _allocate_zeros(numel: int, like: Tensor) -> Tensor:
     """
     if like.device.type != "cpu":
         return like.new_zeros(numel)
-    return torch.frombuffer(mmap.mmap(-1, numel * like.element_size()), dtype=like.dtype)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, numel * like.element_size(), flags=flags)
+    return torch.frombuffer(memory, dtype=like.dtype)
 
 
 def _count_by_kind(kinds: Sequence[bool]) -> list[int]:
