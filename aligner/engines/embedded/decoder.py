@@ -1,9 +1,9 @@
 """Forward pass of a decoder-only transformer with a KV cache, on one tensor-parallel rank.
 
-A step may combine two kinds of work: it decodes new tokens for rows of the KV cache, and it
-prefills prompts into other rows. All tokens of a step go through the layers as one packed tensor,
-the tokens of the decoding rows first and the prompts' tokens after them; only attention and delta
-nets treat the two kinds separately.
+A step may combine two kinds of work: it decodes new tokens of sequences in the KV cache, its rows,
+and it prefills prompts. All tokens of a step go through the layers as one packed tensor, the tokens
+of the decoding rows first and the prompts' tokens after them; only attention and delta nets treat
+the two kinds separately.
 """
 
 import torch
@@ -36,7 +36,7 @@ class Decoder:
 
     Attributes:
         is_exact: Whether the decoder uses batch-invariant kernels (`engine.exact`).
-        is_sliced: Whether a step with one token per row reads only the used part of each cache row.
+        is_sliced: Whether a step with one token per row reads only the tokens that each row has.
     """
 
     def __init__(

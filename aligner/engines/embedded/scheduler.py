@@ -527,8 +527,8 @@ class Scheduler:
             prefills.append(response)
             full_blocks = response.blocks[: len(context) // size.block_tokens]
             context_blocks.setdefault(context, full_blocks)
-            prompt_length = len(response.prompt) // size.block_tokens
-            prompt_blocks.setdefault(response.prompt, full_blocks[:prompt_length])
+            num_prompt_blocks = len(response.prompt) // size.block_tokens
+            prompt_blocks.setdefault(response.prompt, full_blocks[:num_prompt_blocks])
         return prefix_copies, prefills
 
     def _copy_prompt(self, sibling: DecodedResponse, response: DecodedResponse) -> None:
