@@ -13,6 +13,8 @@ from aligner.config.compose import compose_config
 from aligner.config.prerequisites import plan_run
 from aligner.errors import AlignerError, Interrupted, Stopped, get_exit_code
 from aligner.launcher.local import launch
+from aligner.paths import get_run_paths
+from aligner.schema import Config
 
 ROLE = Path(__file__).with_name("fake_role.py")
 
@@ -21,9 +23,9 @@ def main() -> int:
     directory = Path(sys.argv[3]) if len(sys.argv) > 3 else None
     behaviors = json.loads(sys.argv[2])
 
-    def command(group: str, file: Path) -> tuple[str, ...]:
+    def command(group: str, config: Config) -> tuple[str, ...]:
         behavior = behaviors.get(group) or behaviors[group.partition(".")[0]]
-        return (sys.executable, str(ROLE), group, str(file), behavior)
+        return (sys.executable, str(ROLE), group, str(get_run_paths(config).config), behavior)
 
     try:
         launch(plan_run(compose_config(json.loads(sys.argv[1]), directory), directory), command)
