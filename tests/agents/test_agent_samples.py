@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner.agents.agent_endpoint import AgentTurn
@@ -77,6 +77,7 @@ def stretches(sample: Sample) -> list[Stretch]:
     return found
 
 
+@settings(deadline=None)
 @given(episodes(), st.randoms())
 def test_each_turn_is_in_one_sequence_in_any_order(turns, shuffled):
     sample = build_episode_sample(REQUEST, turns, 0.5, is_truncated=False)

@@ -424,13 +424,12 @@ def test_log_of_process_that_prints_without_end_is_bounded(run: Path, role: str)
 
     def has_printed_much() -> bool:
         sizes.append(log.stat().st_size)
-        return count_output_bytes(log) > 20 << 20
+        # Between two checks, a log can grow by more than its limit, on a busy machine by far.
+        return count_output_bytes(log) > max(20 << 20, 2 * max(sizes))
 
-    wait_for(has_printed_much, "20 MiB of output", timeout_s=60)
+    wait_for(has_printed_much, "twice as much output as was in the log", timeout_s=120)
     launcher.send_signal(signal.SIGINT)
     finish(launcher, run)
-    # Between two checks, a log can grow by more than its limit.
-    assert max(sizes) < count_output_bytes(log) / 2
     assert log.stat().st_size <= 1 << 20
     assert "lines of a chatty process" in log.read_text().splitlines()[-2]
 
