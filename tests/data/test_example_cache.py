@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner.config.compose import compose_config
@@ -350,6 +350,7 @@ def test_checks_of_unchanged_data_run_once(tmp_path, data, tokenizer):
     assert len(calls) == 2
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=50), max_size=5))
 def test_combined_crc32_is_that_of_the_whole_text(parts: list[bytes]) -> None:
     checksum = 0
