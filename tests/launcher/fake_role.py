@@ -170,7 +170,8 @@ def main(role: str, config: Path, behavior: str) -> None:
                 os.kill(os.getpid(), signal.SIGSTOP)
             (run / "initial_model").mkdir(exist_ok=True)
         case "stop_at_once":
-            time.sleep(1)  # the servers have started
+            for server in ("critic", "reward"):
+                wait_for(run / f"{server}_requests")  # the server responds to the launcher
             os.kill(os.getpid(), signal.SIGSTOP)
         case "serve":
             serve(role, run)

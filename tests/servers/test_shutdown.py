@@ -311,7 +311,7 @@ def test_stopped_triton_removes_its_directories():
         check=True,
     )
     directories = [Path(directory) for directory in done.stdout.splitlines()[-1].split()]
-    kinds = ("workspace_", "control", "python_env_")
+    kinds = ("aligner-triton-", "control", "python_env_")
     assert all(
         any(directory.name.startswith(kind) for directory in directories) for kind in kinds
     ), directories
