@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from aligner.data.types import Prompt, Sample
-from aligner.engines.embedded import block_attention, embedded_engine
+from aligner.engines.embedded import block_attention, embedded_engine, forward_context
 from aligner.engines.embedded.block_pool import BlockPool
 from aligner.engines.embedded.cache import CacheSize, KVCache
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
@@ -118,18 +118,51 @@ def test_preempted_exact_samples_are_bitwise_equal(directory, monkeypatch, block
         assert torch.equal(sample.engine_logprobs, other.engine_logprobs)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3", "gpt-oss", "gemma2"])
-def test_preemption_in_other_families(tmp_path, monkeypatch, family):
-    """Delta nets, latents, sinks and soft caps."""
-    path = families.save(family, tmp_path)
+def make_family_requests() -> list[GenerationRequest]:
+    """Return requests for the models of `tests.megatron.families`."""
     prompts = [Prompt(index, "", torch.arange(2, 5 + index)) for index in range(4)]
-    requests = [GenerationRequest(prompt, index) for prompt in prompts for index in range(2)]
+    return [GenerationRequest(prompt, index) for prompt in prompts for index in range(2)]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3", "gpt-oss", "gemma2"])
+@pytest.mark.parametrize("max_copied_bytes", [0, 1 << 20])
+def test_preemption_in_other_families(tmp_path, monkeypatch, family, max_copied_bytes):
+    """Delta nets, latents, sinks and soft caps; blocks that are read where they are, or copied."""
+    monkeypatch.setattr(forward_context, "_MAX_COPIED_BYTES", max_copied_bytes)
+    path = families.save(family, tmp_path)
+    requests = make_family_requests()
     expected = generate(make_engine(path), requests, OPTIONS)
     limit_blocks(monkeypatch, 20)
     engine = make_engine(path)
     samples = generate(engine, requests, OPTIONS)
     assert engine._state.num_preemptions > 0
     assert [response(sample) for sample in samples] == [response(sample) for sample in expected]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_steps_with_many_keys_read_them_where_they_are(tmp_path, monkeypatch, family):
+    """The kernel of a step depends on the size of its keys; the samples do not."""
+    path = families.save(family, tmp_path)
+    plans = []
+    build_plan = block_attention.build_plan
+
+    def count_plans(*arguments: Any) -> Any:
+        plans.append(arguments)
+        return build_plan(*arguments)
+
+    monkeypatch.setattr(block_attention, "build_plan", count_plans)
+    limit_blocks(monkeypatch, 1000)
+    engine = make_engine(path)
+    expected = generate(engine, make_family_requests(), OPTIONS)
+    assert not plans
+    # The first steps read at most five blocks of eight rows; the last ones read eight.
+    block_bytes = engine._state.cache.keys[0, 0].numel() * 4
+    monkeypatch.setattr(forward_context, "_MAX_COPIED_BYTES", 8 * 5 * block_bytes)
+    steps = record_steps(engine)
+    assert_same(generate(engine, make_family_requests(), OPTIONS), expected)
+    assert 0 < len(plans) < len(steps)
+    monkeypatch.setattr(forward_context, "_MAX_COPIED_BYTES", 0)
+    assert_same(generate(engine, make_family_requests(), OPTIONS), expected)
 
 
 def test_finish_update_completes_preempted_requests(directory, monkeypatch):
@@ -159,8 +192,10 @@ def test_preempted_request_is_first_to_continue(directory, monkeypatch):
     assert engine._state.num_preemptions > 0 and order == sorted(order)
 
 
-def test_samples_of_a_prompt_share_its_blocks(long_directory):
+def test_samples_of_a_prompt_share_its_blocks(long_directory, monkeypatch):
     """Also the samples that start while others are in flight."""
+    # The kernel that reads shared blocks once.
+    monkeypatch.setattr(forward_context, "_MAX_COPIED_BYTES", 0)
     prompt = Prompt(0, "", torch.arange(100))
     requests = [GenerationRequest(prompt, index, 20 + index) for index in range(12)]
     engine = make_engine(long_directory, batch_size=8)

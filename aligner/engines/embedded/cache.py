@@ -226,35 +226,46 @@ class KVCache:
         if values is not None:
             self.values[index][blocks, :, offsets] = values
 
-    def gather(self, layer: int, block_tables: Tensor) -> tuple[Tensor, Tensor]:
+    def locate(self, block_tables: Tensor) -> Tensor:
+        """Return the indices with which `gather` copies the blocks of sequences, for all layers.
+
+        Args:
+            block_tables: Blocks of each sequence, int64 [B, M].
+
+        Returns:
+            int64 [B, M] if the cache is token-major. Otherwise the indices of the blocks' heads,
+            int64 [B, KV heads, M], so that one copy suffices.
+        """
+        if self._is_token_major:
+            return block_tables
+        heads = self._head_dims[0]
+        head_range = torch.arange(heads, device=block_tables.device)[:, None]
+        return block_tables[:, None] * heads + head_range
+
+    def gather(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Copy the keys and values of sequences into contiguous memory.
 
         Args:
             layer: Index of the layer.
-            block_tables: Blocks of each sequence, int64 [B, M].
+            indices: Result of `locate`.
 
         Returns:
             Keys and values, [B, KV heads, M * block tokens, head or value dim] each.
         """
         index = self.layer_indices[layer]
-        keys = self._gather_blocks(self.keys[index], block_tables)
+        keys = self._gather_blocks(self.keys[index], indices)
         if self._latent_dim is not None:
             return keys, keys[..., : self._latent_dim]
-        return keys, self._gather_blocks(self.values[index], block_tables)
+        return keys, self._gather_blocks(self.values[index], indices)
 
-    def _gather_blocks(self, blocks: Tensor, block_tables: Tensor) -> Tensor:
+    def _gather_blocks(self, blocks: Tensor, indices: Tensor) -> Tensor:
         """Copy blocks [blocks, KV heads, block tokens, head dim]; see `gather`."""
-        sequences = len(block_tables)
         if self._is_token_major:
             # [B, M, block tokens, KV heads, head dim]
-            copies = blocks.transpose(1, 2)[block_tables]
+            copies = blocks.transpose(1, 2)[indices]
             return copies.flatten(1, 2).transpose(1, 2)
-        # Index the heads of the blocks, so that one copy suffices.
-        heads = blocks.shape[1]
-        head_range = torch.arange(heads, device=blocks.device)[:, None]
-        indices = block_tables[:, None] * heads + head_range
         copies = blocks.flatten(0, 1).index_select(0, indices.flatten())
-        return copies.view(sequences, heads, -1, blocks.shape[-1])
+        return copies.view(*indices.shape[:2], -1, blocks.shape[-1])
 
 
 def _allocate_zeros(numel: int, like: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ class CoreAttention:
     """Softmax attention of this rank's heads.
 
     Decoding rows read the blocks of the KV cache in one of three ways. On CPUs, `block_attention`
-    reads the blocks of fp32 caches where they are. On GPUs, `sliced_attention` does so if the
-    decoder is sliced. Otherwise the blocks of each row are copied into contiguous memory, for
-    PyTorch's fused kernels. With `engine.exact`, the batch-invariant kernel reads the copies, and
-    for soft caps and sinks `score_attention`.
+    reads the blocks of fp32 caches where they are, unless they are few. On GPUs, `sliced_attention`
+    does so if the decoder is sliced. Otherwise the blocks of each row are copied into contiguous
+    memory, for PyTorch's fused kernels. With `engine.exact`, the batch-invariant kernel reads the
+    copies, and for soft caps and sinks `score_attention`.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class CoreAttention:
                 sinks=self._get_sinks(layer),
             )
 
-        # Several tokens per row, or a kernel that cannot read blocks.
-        keys, values = cache.gather(layer, step.block_tables)
+        assert context.copied_blocks is not None
+        keys, values = cache.gather(layer, context.copied_blocks)
         return self._attend_rows(
             layer, query.unflatten(0, (-1, step.tokens_per_row)), keys, values, mask
         )

@@ -17,6 +17,11 @@ from aligner.engines.embedded.sliced_attention import Spans
 from aligner.models.rotary import compute_rotation
 from aligner.models.shape import ModelShape, Rope, compute_inverse_frequencies
 
+# Maximum size of the keys that a step copies per layer, instead of reading them where they are. The
+# fused kernel over few contiguous keys takes half of the time of `block_attention`; larger copies
+# do not fit into the caches of a processor core.
+_MAX_COPIED_BYTES = 512 << 10
+
 
 @dataclass(frozen=True)
 class ForwardContext:
@@ -49,6 +54,9 @@ class ForwardContext:
     """
     block_plan: BlockPlan | None
     """Plan of the attention over blocks; None if the rows' blocks are read in another way."""
+    copied_blocks: Tensor | None
+    """Indices with which `KVCache.gather` copies the blocks of the decoding rows; None if the
+    blocks are read in another way, or there are no decoding rows."""
     spans: Mapping[int | None, Spans]
     """Part of the KV cache that each row reads, by the sliding window of the layer; empty unless
     the decoder is sliced."""
@@ -129,7 +137,7 @@ class ContextBuilder:
         # The shapes of `block_attention` differ from step to step, which CUDA graphs do not allow.
         # Its matmuls are not batch-invariant.
         self._has_block_attention = device.type == "cpu" and not exact
-        self._has_bool_masks = exact or not shape.has_plain_scores
+        self._has_fused_kernel = shape.has_plain_scores and not exact
         # All heads share the latents that latent attention caches.
         has_latents = shape.latent_attention is not None
         kv_heads = 1 if has_latents else shape.kv_heads_on_rank(tensor_parallel_size)
@@ -160,6 +168,7 @@ class ContextBuilder:
             }
 
         block_plan = None
+        copied_blocks = None
         spans = {}
         cache_masks = {}
         if self._is_sliced and step.tokens_per_row == 1:
@@ -170,8 +179,10 @@ class ContextBuilder:
                 for window in self._windows
             }
         elif len(step.tokens):
-            if self._has_block_attention and dtype == torch.float32 and step.tokens_per_row == 1:
+            if self._reads_blocks(step, cache):
                 block_plan = self._get_block_plan(step, cache.size.block_tokens)
+            else:
+                copied_blocks = cache.locate(step.block_tables)
             columns = step.block_tables.shape[1] * cache.size.block_tokens
             cache_masks = {
                 window: self._build_cache_mask(step, columns, window, dtype, block_plan is not None)
@@ -192,9 +203,22 @@ class ContextBuilder:
             stored_offsets=stored_offsets,
             cache_masks=cache_masks,
             block_plan=block_plan,
+            copied_blocks=copied_blocks,
             spans=spans,
             prompt_token_indices=token_indices,
             prompt_masks=prompt_masks,
+        )
+
+    def _reads_blocks(self, step: Step, cache: KVCache) -> bool:
+        """Return whether the decoding rows of a step use `block_attention`."""
+        if not self._has_block_attention or step.tokens_per_row > 1:
+            return False
+        if cache.keys.dtype != torch.float32:
+            return False
+        heads, block_tokens, head_dim = cache.keys.shape[2:]
+        block_bytes = heads * block_tokens * head_dim * cache.keys.element_size()
+        return not self._has_fused_kernel or (
+            step.block_tables.numel() * block_bytes > _MAX_COPIED_BYTES
         )
 
     def _get_block_plan(self, step: Step, block_tokens: int) -> BlockPlan:
@@ -258,7 +282,7 @@ class ContextBuilder:
         if window is not None:
             is_masked |= column_range <= positions - window
         is_masked = is_masked.view(-1, step.tokens_per_row, columns)
-        if self._has_bool_masks and not has_plan:
+        if not self._has_fused_kernel and not has_plan:
             return ~is_masked
 
         mask = torch.zeros(is_masked.shape, device=is_masked.device, dtype=dtype)
