@@ -10,7 +10,7 @@ import asyncio
 import base64
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -49,6 +49,7 @@ from aligner.data.episode_reports import EpisodeReport, FailureKind
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Completion, Prompt, Sample
 from aligner.engines.engine_loop import (
+    CreateSample,
     EngineLoop,
     Interrupted,
     SamplesInFlight,
@@ -256,6 +257,8 @@ class AgentEpisodes:
     turn_listener: TurnListener | None = None
     sampling_settings: Mapping[str, str] = field(default_factory=dict)
     """See `SessionContext`."""
+    uses_local_state = True
+    """See `SampleStarter.uses_local_state`."""
 
     @classmethod
     def create(
@@ -319,18 +322,24 @@ class AgentEpisodes:
         return ChatTurns.for_tokenizer(self.tokenizer)
 
     def start(
-        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+        self,
+        requests: Sequence[GenerationRequest],
+        options: SamplingOptions,
+        later: Sequence[GenerationRequest] = (),
     ) -> SamplesInFlight:
         """Start one episode per request.
 
         The agents' requests, not the prompts of `requests`, are the input of the policy.
         """
-        return start_on_replica(self.engine, requests, lambda: self._create_loop(requests, options))
+        return start_on_replica(
+            self.engine, requests, lambda first: self._create_loop([*first, *later], options)
+        )
 
     def _create_loop(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
-    ) -> EngineLoop:
-        """Return a loop with one coroutine per episode."""
+    ) -> tuple[EngineLoop, CreateSample]:
+        """Return a loop for these requests, and a function that creates the coroutine of an
+        episode."""
         # only the context limits a completion; `max_new_tokens` of the step does not
         options = replace(options, max_new_tokens=self.max_sequence_length - 1)
         self.engine.check([], options)
@@ -353,10 +362,12 @@ class AgentEpisodes:
             self.max_sequence_length,
             self.sampling_settings,
         )
-        for index, request in enumerate(requests):
+
+        def create(index: int, request: GenerationRequest) -> Coroutine[Any, Any, Sample]:
             run = _AgentEpisodeRun(self, loop, index, request, options, branch_counts)
-            loop.spawn(index, run.run(session_context, generated_by))
-        return loop
+            return run.run(session_context, generated_by)
+
+        return loop, create
 
     def drop_journal_before(self, first_prompt: int) -> None:
         """See `EpisodeSource.drop_journal_before`."""

@@ -138,6 +138,8 @@ class EpisodesBySuite:
     """Source of the training samples, and of suites without an environment of their own."""
     suites: Sequence[tuple[Suite, EpisodeSource | None]]
     """Sources of the suites with an environment of their own; suites may share a source."""
+    uses_local_state = True
+    """See `SampleStarter.uses_local_state`."""
 
     @property
     def _sources(self) -> list[EpisodeSource]:
@@ -147,7 +149,10 @@ class EpisodesBySuite:
         return [source for source in sources.values() if source is not None]
 
     def start(
-        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+        self,
+        requests: Sequence[GenerationRequest],
+        options: SamplingOptions,
+        later: Sequence[GenerationRequest] = (),
     ) -> SamplesInFlight:
         """See `SampleStarter.start`. All requests must belong to training, or to one suite."""
         # The id of a prompt determines its suite, also in a generator, which gets only the id.
@@ -155,8 +160,8 @@ class EpisodesBySuite:
         for suite, source in self.suites:
             if any(map(suite.has_prompt, prompt_ids)):
                 with suite.renaming_environment_keys():
-                    return self._get_starter(source).start(requests, options)
-        return self._get_starter(self.training).start(requests, options)
+                    return self._get_starter(source).start(requests, options, later)
+        return self._get_starter(self.training).start(requests, options, later)
 
     def _get_starter(self, source: EpisodeSource | None) -> SampleStarter:
         return SingleResponses(self.engine) if source is None else source

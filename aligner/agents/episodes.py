@@ -8,7 +8,7 @@ environment is then replayed, and must return the observations that the sample c
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,7 @@ from aligner.data.stop_strings import StopSearch
 from aligner.data.tokenizer import Messages, Tokenizer
 from aligner.data.types import FinishReason, Prompt, Sample
 from aligner.engines.engine_loop import (
+    CreateSample,
     EngineLoop,
     Interrupted,
     SamplesInFlight,
@@ -291,6 +292,8 @@ class EnvironmentEpisodes:
     set of complete episodes does not depend on how fast environments are."""
     logged_messages: set[str] = field(default_factory=set)
     """Messages that are logged only once."""
+    uses_local_state = True
+    """See `SampleStarter.uses_local_state`."""
 
     @cached_property
     def chat(self) -> ChatTurns:
@@ -311,15 +314,21 @@ class EnvironmentEpisodes:
         self.environments.close()
 
     def start(
-        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+        self,
+        requests: Sequence[GenerationRequest],
+        options: SamplingOptions,
+        later: Sequence[GenerationRequest] = (),
     ) -> SamplesInFlight:
         """Start one episode per request, or continue the request's partial sample."""
-        return start_on_replica(self.engine, requests, lambda: self._create_loop(requests, options))
+        return start_on_replica(
+            self.engine, requests, lambda first: self._create_loop([*first, *later], options)
+        )
 
     def _create_loop(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
-    ) -> EngineLoop:
-        """Return a loop with one coroutine per episode."""
+    ) -> tuple[EngineLoop, CreateSample]:
+        """Return a loop for these requests, and a function that creates the coroutine of an
+        episode."""
         turn_end = self.tokenizer.get_single_token(self.settings.turn_end, "environment.turn_end")
         if turn_end is not None:
             options = replace(options, stop_token_ids=(*options.stop_token_ids, turn_end))
@@ -335,13 +344,15 @@ class EnvironmentEpisodes:
 
         # the same sample may be requested more than once; each episode needs a unique name
         episode_counts = Counter[tuple[int, int]]()
-        for index, request in enumerate(requests):
+
+        def create(index: int, request: GenerationRequest) -> Coroutine[Any, Any, Sample]:
             sample_key = (request.prompt.id, request.sample_index)
             episode_counts[sample_key] += 1
             name = build_episode_name(*sample_key, episode_counts[sample_key])
             episode = EpisodeState(name, request, request.partial_sample)
-            loop.spawn(index, _EpisodeRun(self, loop, index, episode, options).run())
-        return loop
+            return _EpisodeRun(self, loop, index, episode, options).run()
+
+        return loop, create
 
 
 class _EpisodeRun:

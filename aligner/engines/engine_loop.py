@@ -55,6 +55,12 @@ class SamplesInFlight(Protocol):
     def is_done(self) -> bool:
         """Whether every sample is complete and was returned."""
 
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Start more samples; their indices follow those of the earlier requests.
+
+        Raises AlignerError as `SampleStarter.start` does.
+        """
+
     def step(self, count: int | None = 1) -> list[tuple[int, Sample]]:
         """Run at most `count` engine steps; None runs until all samples are complete.
 
@@ -75,16 +81,35 @@ class SamplesInFlight(Protocol):
         """Stop generation, and drop the samples that were not returned before."""
 
 
+CreateSample = Callable[[int, GenerationRequest], Coroutine[Any, Any, Sample]]
+"""Function that returns the coroutine of a sample, from the index of its request and the
+request."""
+
+
 class SampleStarter(Protocol):
     """Starts the generation of samples: single responses, or episodes."""
 
+    @property
+    def uses_local_state(self) -> bool:
+        """Whether a sample depends on processes or files of this replica, so that no other replica
+        can continue it."""
+
     def start(
-        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+        self,
+        requests: Sequence[GenerationRequest],
+        options: SamplingOptions,
+        later: Sequence[GenerationRequest] = (),
     ) -> SamplesInFlight:
         """Start one sample per request.
 
-        Raises AlignerError, before anything is generated, with the problem of every request that
-        cannot be served.
+        Args:
+            requests: The requests.
+            options: Sampling parameters.
+            later: Requests that may follow with `SamplesInFlight.add`.
+
+        Raises:
+            AlignerError: Some requests cannot be served; the message has the problem of each of
+                them. Nothing was generated.
         """
 
 
@@ -383,25 +408,31 @@ class EngineLoop:
 class LeaderSamples:
     """`SamplesInFlight` of a replica's first rank: the results of an `EngineLoop`."""
 
-    def __init__(self, engine: GenerationEngine, start: Callable[[], EngineLoop]) -> None:
-        """Start the loop. Raises AlignerError on every rank of the replica if `start` does."""
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        requests: Sequence[GenerationRequest],
+        start: Callable[[Sequence[GenerationRequest]], tuple[EngineLoop, CreateSample]],
+    ) -> None:
+        """Start the samples.
+
+        Args:
+            engine: The engine.
+            requests: The first requests.
+            start: Function that checks requests, and returns an empty loop for them.
+
+        Raises:
+            AlignerError: `start` raised it; raised on every rank of the replica.
+        """
         self._engine = engine
+        self._start = start
         self._started_loop: EngineLoop | None = None
-
-        def start_loop() -> list[tuple[int, Sample]]:
-            """Start the coroutines of rank 0's samples, and run them until they wait."""
-            # If `start` raises, the loop stays None, and the constructor raises.
-            self._started_loop = start()
-            try:
-                self._started_loop.run_coroutines()
-            except BaseException:
-                # Close the loop before the outcome is shared: `close` may call the engine, and the
-                # other ranks follow engine calls only until then.
-                self._started_loop.close()
-                raise
-            return []
-
-        self._run_and_share_outcome(start_loop)
+        self._create: CreateSample
+        """Creates the coroutines of the loop; set when the loop starts."""
+        self._request_count = 0
+        """Number of requests so far."""
+        # If `start` raises, the loop stays None, and the constructor raises.
+        self._run_and_share_outcome(lambda: self._spawn(requests))
 
     @property
     def _loop(self) -> EngineLoop:
@@ -412,6 +443,27 @@ class LeaderSamples:
     def is_done(self) -> bool:
         """See `SamplesInFlight.is_done`."""
         return self._started_loop is None or self._started_loop.is_done
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """See `SamplesInFlight.add`."""
+        self._run_and_share_outcome(lambda: self._spawn(requests))
+
+    def _spawn(self, requests: Sequence[GenerationRequest]) -> list[tuple[int, Sample]]:
+        """Start the coroutines of requests, and run them until they wait."""
+        # The loop is closed when its samples are complete.
+        if self.is_done:
+            self._started_loop, self._create = self._start(requests)
+        try:
+            for index, request in enumerate(requests, self._request_count):
+                self._loop.spawn(index, self._create(index, request))
+            self._loop.run_coroutines()
+        except BaseException:
+            # Close the loop before the outcome is shared: `close` may call the engine, and the
+            # other ranks follow engine calls only until then.
+            self._loop.close()
+            raise
+        self._request_count += len(requests)
+        return []
 
     def step(self, count: int | None = 1) -> list[tuple[int, Sample]]:
         """See `SamplesInFlight.step`."""
@@ -449,7 +501,8 @@ class LeaderSamples:
         try:
             samples = action()
         except (AlignerError, EngineExited) as error:
-            self._engine.end_turn({"error": str(error), "done": self.is_done, "indices": []})
+            outcome = {"error": str(error), "exited": isinstance(error, EngineExited)}
+            self._engine.end_turn({**outcome, "done": self.is_done, "indices": []})
             raise
         # The other ranks need only the indices: the samples are read on the replica's first rank.
         indices = [index for index, _ in samples]
@@ -464,9 +517,14 @@ class FollowerSamples:
     def __init__(self, engine: GenerationEngine, requests: Sequence[GenerationRequest]) -> None:
         """Start as the first rank does. Raises AlignerError if the first rank does."""
         self._engine = engine
-        self._requests = requests
+        self._requests: list[GenerationRequest] = []
         self.is_done = False
         # The first rank shares one outcome at the start, and one for each call of a method.
+        self.add(requests)
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """See `SamplesInFlight.add`."""
+        self._requests += requests
         self.step()
 
     def step(self, count: int | None = 1) -> list[tuple[int, Sample]]:
@@ -475,7 +533,7 @@ class FollowerSamples:
         message = self._engine.end_turn()
         self.is_done = message["done"]
         if message["error"] is not None:
-            raise AlignerError(message["error"])
+            raise (EngineExited if message["exited"] else AlignerError)(message["error"])
         # The samples are placeholders, see `SamplesInFlight.step`.
         return [
             (index, create_unfinished_sample(self._requests[index])) for index in message["indices"]
@@ -493,14 +551,14 @@ class FollowerSamples:
 def start_on_replica(
     engine: GenerationEngine,
     requests: Sequence[GenerationRequest],
-    start: Callable[[], EngineLoop],
+    start: Callable[[Sequence[GenerationRequest]], tuple[EngineLoop, CreateSample]],
 ) -> SamplesInFlight:
     """Start samples on every rank of a replica; `start` is called on the first rank only.
 
     Raises AlignerError on every rank if `start` does.
     """
     if engine.is_leader:
-        return LeaderSamples(engine, start)
+        return LeaderSamples(engine, requests, start)
     return FollowerSamples(engine, requests)
 
 
@@ -520,19 +578,25 @@ class SingleResponses:
     """Starts single-turn samples: each consists of one response."""
 
     engine: GenerationEngine
+    uses_local_state = False
+    """See `SampleStarter.uses_local_state`."""
 
     def start(
-        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+        self,
+        requests: Sequence[GenerationRequest],
+        options: SamplingOptions,
+        later: Sequence[GenerationRequest] = (),
     ) -> SamplesInFlight:
         """See `SampleStarter.start`."""
 
-        def start_loop() -> EngineLoop:
-            self.engine.check(requests, options)
-            reserve_cache(self.engine, requests, options)
+        def start_loop(
+            first_requests: Sequence[GenerationRequest],
+        ) -> tuple[EngineLoop, CreateSample]:
+            all_requests = [*first_requests, *later]
+            self.engine.check(all_requests, options)
+            reserve_cache(self.engine, all_requests, options)
             loop = EngineLoop(self.engine)
-            for index, request in enumerate(requests):
-                loop.spawn(index, complete_response(loop, request, options))
-            return loop
+            return loop, lambda index, request: complete_response(loop, request, options)
 
         return start_on_replica(self.engine, requests, start_loop)
 
@@ -542,9 +606,14 @@ class EpisodeFollower:
     """`EpisodeSource` of the ranks of a replica other than the first."""
 
     engine: GenerationEngine
+    uses_local_state = True
+    """See `SampleStarter.uses_local_state`."""
 
     def start(
-        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+        self,
+        requests: Sequence[GenerationRequest],
+        options: SamplingOptions,
+        later: Sequence[GenerationRequest] = (),
     ) -> SamplesInFlight:
         """See `SampleStarter.start`."""
         return FollowerSamples(self.engine, requests)

@@ -686,6 +686,21 @@ class GenerationEngine(ABC):
         By default the method does nothing: the failed weight sync ends the run.
         """
 
+    @property
+    def can_restart(self) -> bool:
+        """Whether `restart` works after this engine has raised `EngineExited`."""
+        return False
+
+    def restart(self) -> None:
+        """Drop all requests and the weights, and start the engine's processes again in the
+        background.
+
+        Every rank of the replica calls this method after `EngineExited`. The next weight update
+        waits until the processes have started, and raises the error if they have not. Raises
+        EngineExited if they have exited too often.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def sleep(self) -> None:
         """Free the device memory of the KV cache and of the weights, which are dropped.

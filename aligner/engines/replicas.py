@@ -1,4 +1,4 @@
-"""Divide samples between the replicas of an engine.
+"""Generate samples on the replicas of an engine.
 
 A replica is a group of `engine.parallel.tensor` ranks that hold one copy of the weights.
 `generate_in_parts` generates each replica's share of the samples and collects all samples on every
@@ -6,7 +6,8 @@ rank. `EarlyStopCondition` is the condition under which generation stops before 
 complete.
 """
 
-from collections.abc import Generator, Sequence
+import logging
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -17,9 +18,12 @@ from torch import Tensor
 from aligner.data.collectives import gather_json, gather_samples, is_distributed
 from aligner.data.types import Prompt, Sample
 from aligner.engines.engine_loop import SamplesInFlight, SampleStarter, run_steps
-from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
-from aligner.errors import AlignerError
-from aligner.schema import EngineParallelConfig
+from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions
+from aligner.engines.router import Router
+from aligner.errors import AlignerError, EngineExited
+from aligner.schema import EngineConfig, EngineParallelConfig
+
+_log = logging.getLogger(__name__)
 
 STEPS_PER_PART = 8
 """Number of engine steps between two pauses at which the replicas agree on whether to continue.
@@ -74,8 +78,9 @@ def create_replica_group(
 
 
 def generate_in_parts(
+    engine: GenerationEngine,
     starter: SampleStarter,
-    layout: EngineParallelConfig,
+    settings: EngineConfig,
     rank: int,
     samples: Sequence[Sample],
     samples_per_prompt: int,
@@ -87,19 +92,25 @@ def generate_in_parts(
     """Continue the unfinished samples until all are complete, or until `early_stop` is met.
     Collective.
 
-    Each replica generates its share of the samples. After every `steps` engine steps the replicas
-    check `early_stop`; if it is not met, the generator pauses, and the weights may change. All
-    ranks pause equally often.
+    A `Router` assigns the samples to the replicas. After every `steps` engine steps, the replicas
+    share which samples are complete, and check `early_stop`. If the generation continues, the
+    generator pauses, the weights may change, and replicas with room get further samples. All ranks
+    pause equally often.
+
+    A replica whose engine exits is left out, if the engine can restart: the other replicas generate
+    its incomplete samples anew, and it gets samples again after a weight sync. Episodes depend on
+    processes of their replica; there, the error is raised.
 
     Args:
+        engine: The engine of this rank.
         starter: Starts the generation on this replica.
-        layout: Parallel sizes of the engine.
+        settings: Section `engine` of the configuration.
         rank: Rank of this process in the engine.
         samples: Complete and unfinished samples; the samples of a prompt are adjacent.
         samples_per_prompt: Number of samples of each prompt.
         options: Sampling parameters.
-        steps: Number of engine steps between two checks; None: run until the replica's share is
-            complete.
+        steps: Number of engine steps between two pauses. None: no pauses, except while samples wait
+            for a replica, and with several replicas that can restart.
         early_stop: Condition for an early stop; None: generate until all samples are complete.
 
     Yields:
@@ -110,67 +121,88 @@ def generate_in_parts(
 
     Raises:
         AlignerError: Generation failed on one rank; all ranks raise the error.
+        EngineExited: The engine of this rank has exited, and no other replica can generate its
+            samples.
     """
     unfinished = [
         index for index, sample in enumerate(samples) if sample.finish_reason == "unfinished"
     ]
-    incomplete = torch.zeros(len(samples) // samples_per_prompt, dtype=torch.int64)
-    incomplete[[index // samples_per_prompt for index in unfinished]] = 1
-    early_stop = early_stop or EarlyStopCondition(len(incomplete))
+    prompts = [index // samples_per_prompt for index in unfinished]
+    prompt_count = len(samples) // samples_per_prompt
+    early_stop = early_stop or EarlyStopCondition(prompt_count)
 
-    # All replicas generate equally many samples. If the division leaves a remainder, the last
-    # replicas generate the last sample again; the duplicates are dropped below.
-    share = -(-len(unfinished) // layout.data)  # rounded up
-    padding = unfinished[-1:] * (share * layout.data - len(unfinished))
-    first = rank // layout.tensor * share
-    assigned = [*unfinished, *padding][first : first + share]
+    layout = settings.parallel
+    replica = rank // layout.tensor
+    can_move_samples = layout.data > 1 and not starter.uses_local_state
+    can_lose_replica = can_move_samples and engine.can_restart
+    # The journal of an episode is on the replica that has begun it, also if the request is repeated
+    # after a restart. So the assignment of episodes must not depend on their speed.
+    router = Router(prompts, layout.data, settings.batch_size if can_move_samples else None)
+    progress = _Progress(len(unfinished), layout.data)
+    if can_lose_replica:
+        # An engine that has exited in an earlier generation may have no weights yet.
+        progress.has_weights[replica] = engine.version is not None
+        progress.share()
 
-    # Keys are positions in `assigned`, which can contain a sample twice.
-    generated: dict[int, Sample] = {}
-    generation: SamplesInFlight | None = None
+    share = _ReplicaShare(
+        engine, starter, options, [_build_request(samples[index]) for index in unfinished]
+    )
+    is_first_part = True
     try:
-        while not early_stop.is_met(incomplete):
-            if generation is not None:
+        while not early_stop.is_met(progress.count_incomplete(prompts, prompt_count)):
+            if not is_first_part:
                 yield
+            is_first_part = False
 
-            # An error must not skip the collective in `_share_progress`, because the other ranks
+            assigned = router.assign(progress.find_available())[replica]
+            needs_pauses = can_lose_replica or router.waiting
+            part_steps = steps or (STEPS_PER_PART if needs_pauses else None)
+            # An error must not skip the collective in `progress.share`, because the other ranks
             # wait there.
-            error: AlignerError | None = None
+            error: AlignerError | EngineExited | None = None
             try:
-                if generation is None:
-                    requests = [_build_request(samples[index]) for index in assigned]
-                    generation = starter.start(requests, options)
-                generated |= run_steps(generation, steps)
+                share.add(assigned, router.waiting)
+                share.run(part_steps)
             except AlignerError as raised_error:
                 error = raised_error
+            except EngineExited as exit_error:
+                if not can_lose_replica:
+                    raise
+                share.restart()
+                error = exit_error
 
-            # Each rank marks the prompts of its own samples, and the sum marks those of all ranks.
-            incomplete_prompts = [
-                index // samples_per_prompt
-                for position, index in enumerate(assigned)
-                if position not in generated
-            ]
-            incomplete.zero_()
-            incomplete[incomplete_prompts] = 1
-            _share_progress(layout, incomplete, error)
+            progress.reset()
+            progress.is_complete[[*share.generated]] = 1
+            progress.has_weights[replica] = engine.version is not None
+            progress.has_exited[replica] = isinstance(error, EngineExited)
+            progress.share(error)
+            router.complete(_find_indices(progress.is_complete))
+            for exited_replica in _find_indices(progress.has_exited):
+                moved = router.withdraw(exited_replica)
+                if rank == 0:
+                    _log.warning(
+                        "replica %d of the engine has exited and starts again; its %d incomplete"
+                        " samples are generated by other replicas",
+                        exited_replica,
+                        moved,
+                    )
 
-        if generation is None:
-            return list(samples)
-        if len(generated) < share:
-            generated |= generation.interrupt()
+        share.interrupt()
     finally:
-        if generation is not None:
-            generation.cancel()
+        share.cancel()
 
-    # Only rank 0 of a replica has the samples.
-    leaders = [replica * layout.tensor for replica in range(layout.data)]
-    replica_samples = [generated[position] for position in range(share)]
-    collected = gather_samples(replica_samples, leaders)[: len(unfinished)]
+    # Only rank 0 of a replica has the samples. Those that no replica got stay unfinished.
+    leaders = [each * layout.tensor for each in range(layout.data)]
+    collected = gather_samples(
+        [share.generated[index] for index in router.get_assigned(replica)], leaders
+    )
+    order = [index for each in range(layout.data) for index in router.get_assigned(each)]
 
     # `gather_samples` does not send metadata.
     result = list(samples)
-    for index, sample in zip(unfinished, collected, strict=True):
-        result[index] = replace(sample, metadata=samples[index].metadata)
+    for index, sample in zip(order, collected, strict=True):
+        original = samples[unfinished[index]]
+        result[unfinished[index]] = replace(sample, metadata=original.metadata)
     return result
 
 
@@ -192,24 +224,140 @@ def _build_request(sample: Sample) -> GenerationRequest:
     return GenerationRequest(prompt, sample.sample_index, partial_sample=partial_sample)
 
 
-def _share_progress(
-    layout: EngineParallelConfig, incomplete: Tensor, error: AlignerError | None
-) -> None:
-    """Sum `incomplete` over all ranks in place, and share an error. Collective.
+class _ReplicaShare:
+    """The samples that this rank's replica generates in one call of `generate_in_parts`."""
 
-    The ranks of one replica always have the same result, so a single replica needs no
-    communication.
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        starter: SampleStarter,
+        options: SamplingOptions,
+        requests: Sequence[GenerationRequest],
+    ) -> None:
+        self._engine = engine
+        self._starter = starter
+        self._options = options
+        self._requests = requests
+        """The requests of all replicas."""
+        self._in_flight: SamplesInFlight | None = None
+        """The started samples; None before the first one, and after the engine has exited."""
+        self._started: list[int] = []
+        """Index in `_requests` of each sample of `_in_flight`."""
+        self.generated: dict[int, Sample] = {}
+        """Samples by the index of their request; all of them are complete until `interrupt`."""
 
-    Raises:
-        AlignerError: The error of one rank; raised on every rank.
+    def add(self, indices: Sequence[int], waiting: Sequence[int]) -> None:
+        """Start samples. Raises AlignerError if some requests cannot be served.
+
+        Args:
+            indices: Indices of the requests.
+            waiting: Indices of further requests, of which this replica may get some later.
+        """
+        if not indices:
+            return
+        requests = [self._requests[index] for index in indices]
+        if self._in_flight is None:
+            later = [self._requests[index] for index in waiting]
+            self._in_flight = self._starter.start(requests, self._options, later)
+        else:
+            self._in_flight.add(requests)
+        self._started += indices
+
+    def run(self, steps: int | None) -> None:
+        """Run at most `steps` engine steps; None runs until all started samples are complete.
+
+        Raises:
+            AlignerError: Generation failed.
+            EngineExited: The engine's process has exited.
+        """
+        if self._in_flight is not None:
+            self._keep(run_steps(self._in_flight, steps))
+
+    def restart(self) -> None:
+        """Restart the engine after `EngineExited`, and drop the incomplete samples."""
+        self._engine.restart()
+        self.cancel()
+        self._started = []
+
+    def interrupt(self) -> None:
+        """Stop generation; the incomplete samples become partial samples."""
+        if self._in_flight is not None and not self._in_flight.is_done:
+            self._keep(dict(self._in_flight.interrupt()))
+
+    def cancel(self) -> None:
+        """Stop generation, and drop the incomplete samples."""
+        if self._in_flight is not None:
+            self._in_flight.cancel()
+            self._in_flight = None
+
+    def _keep(self, samples: Mapping[int, Sample]) -> None:
+        self.generated |= {self._started[index]: sample for index, sample in samples.items()}
+
+
+class _Progress:
+    """What the ranks share at a pause.
+
+    Between `reset` and `share`, each rank sets the values of its own replica.
     """
-    if layout.data > 1 and is_distributed():
-        # One all-reduce for the prompts and, in the last entry, the number of errors.
-        counts = torch.cat([incomplete, torch.tensor([int(error is not None)])])
-        dist.all_reduce(counts)
-        incomplete.copy_(counts[:-1])
-        if counts[-1]:
-            messages = gather_json(None if error is None else str(error))
-            error = error or AlignerError(next(text for text in messages if text is not None))
-    if error is not None:
-        raise error
+
+    def __init__(self, samples: int, replicas: int) -> None:
+        """Begin with no complete sample and no weights."""
+        # One tensor, so that one all-reduce shares everything.
+        self._values = torch.zeros(samples + 2 * replicas + 1, dtype=torch.int64)
+        parts = self._values.split([samples, replicas, replicas, 1])
+        self.is_complete, self.has_weights, self.has_exited, self._has_failed = parts
+        self._replicas = replicas
+
+    def reset(self) -> None:
+        """Set all values to 0."""
+        self._values.zero_()
+
+    def share(self, error: AlignerError | EngineExited | None = None) -> None:
+        """Combine the values of all ranks, and share an error. Collective.
+
+        The ranks of one replica always have the same result, so a single replica needs no
+        communication.
+
+        Args:
+            error: The error of this rank.
+
+        Raises:
+            AlignerError: The error of one rank, or all replicas have exited; raised on every rank.
+            EngineExited: All replicas have exited, and this rank's replica is the last one.
+        """
+        if self._replicas == 1 or not is_distributed():
+            if error is not None:
+                raise error
+            return
+        self._has_failed[0] = isinstance(error, AlignerError)
+        dist.all_reduce(self._values, op=dist.ReduceOp.MAX)
+        if self._has_failed:
+            messages = gather_json(str(error) if isinstance(error, AlignerError) else None)
+            if isinstance(error, AlignerError):
+                raise error
+            raise AlignerError(next(text for text in messages if text is not None)) from error
+        if self.has_exited.any() and not self.has_weights.any():
+            raise error or AlignerError("every replica of the engine has exited")
+
+    def find_available(self) -> list[bool]:
+        """Return whether each replica may get samples.
+
+        If no replica has weights, all are available: their engines raise an error with the reason.
+        """
+        has_weights = self.has_weights.bool()
+        return (has_weights if has_weights.any() else ~has_weights).tolist()
+
+    def count_incomplete(self, prompts: Sequence[int], prompt_count: int) -> Tensor:
+        """Return the number of incomplete samples of each prompt, int64 [B].
+
+        Args:
+            prompts: Index of the prompt of each sample.
+            prompt_count: Number of prompts.
+        """
+        counts = torch.zeros(prompt_count, dtype=torch.int64)
+        return counts.index_add_(0, torch.tensor(prompts, dtype=torch.int64), 1 - self.is_complete)
+
+
+def _find_indices(flags: Tensor) -> list[int]:
+    """Return the indices of the values other than 0."""
+    return flags.nonzero().flatten().tolist()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aligner.agents.episode_source import build_episodes
-from aligner.data.collectives import gather_json
+from aligner.data.collectives import gather_json, is_distributed
 from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import build_run_tokenizer
 from aligner.data.types import Prompt, Sample, create_empty_samples
@@ -151,7 +151,7 @@ class GeneratorRank:
             rank: This rank's index among the engine's ranks.
             episodes: The source of episodes; None generates single responses.
         """
-        self._layout = config.engine.parallel
+        self._settings = config.engine
         self._engine = engine
         self._receiver = receiver
         self._rank = rank
@@ -215,7 +215,7 @@ class GeneratorRank:
         Raises:
             WeightsError: The engine's weights are older, or it has no weights.
         """
-        engine_version = self._engine.version
+        engine_version = self._find_newest_version()
         if weight_version is not None and (
             engine_version is None or engine_version < weight_version
         ):
@@ -242,8 +242,9 @@ class GeneratorRank:
 
         samples = create_empty_samples(prompts, samples_per_prompt)
         parts = generate_in_parts(
+            self._engine,
             self._source,
-            self._layout,
+            self._settings,
             self._rank,
             responses_from_tensors(samples, partial_rollouts) if partial_rollouts else samples,
             samples_per_prompt,
@@ -253,13 +254,23 @@ class GeneratorRank:
         )
         return parts if self._can_interrupt else run_to_completion(parts)
 
+    def _find_newest_version(self) -> int | None:
+        """Return the weight version of the engine; None without weights. Collective.
+
+        Replicas that have exited have no weights until the next weight sync, and generate nothing.
+        """
+        version = self._engine.version
+        if not self._engine.can_restart or not is_distributed():
+            return version
+        newest = torch.tensor(-1 if version is None else version)
+        dist.all_reduce(newest, op=dist.ReduceOp.MAX)
+        return None if newest < 0 else int(newest)
+
     @rank_handler(runs_at_pauses=True)
     def _version(self) -> dict[str, Any]:
         """Return the protocol version and the engine's weight version, -1 without weights."""
-        return {
-            "protocol": PROTOCOL_VERSION,
-            "version": -1 if self._engine.version is None else self._engine.version,
-        }
+        version = self._find_newest_version()
+        return {"protocol": PROTOCOL_VERSION, "version": -1 if version is None else version}
 
     @rank_handler(runs_at_pauses=True)
     def _connect(self, host: str, port: int, generation: int) -> dict[str, Any]:
@@ -277,7 +288,7 @@ class GeneratorRank:
             start = time.perf_counter()
             results = gather_json(dataclasses.asdict(run_probe(self._engine, self._probe)))
             # All ranks of a replica have the same result.
-            answer["probe"] = results[:: self._layout.tensor]
+            answer["probe"] = results[:: self._settings.parallel.tensor]
             answer["probe_seconds"] = time.perf_counter() - start
         return answer
 

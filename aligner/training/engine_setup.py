@@ -65,10 +65,9 @@ def build_sampler_and_publisher(
         publisher = _build_remote_publisher(config, policy, client, listener)
         return RemoteSampler(client, publisher), publisher
 
-    layout = config.engine.parallel
     rank = policy.world.rank
     timeout = timedelta(seconds=config.cluster.collective_timeout_s)
-    group = create_replica_group(layout, rank, timeout)
+    group = create_replica_group(config.engine.parallel, rank, timeout)
     # The engine sizes its KV cache by the free memory, before the optimizer state is allocated.
     with policy.runner.reserve_optimizer_memory():
         engine = _build_colocated_engine(config, policy, group, listener)
@@ -76,7 +75,7 @@ def build_sampler_and_publisher(
     episodes = None
     if has_any_episodes(config):
         episodes = build_episodes(config, engine, tokenizer, "trainer", rank, listener, tools)
-    sampler = ColocatedSampler(engine, layout, rank, config.engine.sleep, episodes)
+    sampler = ColocatedSampler(engine, config.engine, rank, episodes)
     return sampler, _build_colocated_publisher(config, policy, engine, listener)
 
 

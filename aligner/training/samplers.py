@@ -16,7 +16,7 @@ from aligner.engines.replicas import (
     run_to_completion,
 )
 from aligner.resharding.publisher import RemotePublisher
-from aligner.schema import EngineParallelConfig
+from aligner.schema import EngineConfig
 from aligner.servers.generator_client import GeneratorClient
 from aligner.servers.remote_client import RemoteError
 from aligner.training.services import run_and_broadcast_result
@@ -78,12 +78,10 @@ class ColocatedSampler:
 
     engine: GenerationEngine
     """This rank's part of the engine."""
-    layout: EngineParallelConfig
-    """Parallel sizes of the engine."""
+    settings: EngineConfig
+    """Section `engine` of the configuration."""
     rank: int
     """Rank of this process."""
-    should_sleep: bool = False
-    """Whether the engine frees its memory between steps."""
     episodes: EpisodeSource | None = None
     """The source of episodes; None for single responses."""
 
@@ -99,8 +97,9 @@ class ColocatedSampler:
         steps = None if early_stop is None else STEPS_PER_PART
         source: SampleStarter = self.episodes or SingleResponses(self.engine)
         parts = generate_in_parts(
+            self.engine,
             source,
-            self.layout,
+            self.settings,
             self.rank,
             samples,
             samples_per_prompt,
@@ -112,7 +111,7 @@ class ColocatedSampler:
 
     def end_generation(self) -> tuple[int, int]:
         """See `Sampler.end_generation`."""
-        if self.should_sleep:
+        if self.settings.sleep:
             self.engine.sleep()
         return self.engine.take_draft_counts()
 

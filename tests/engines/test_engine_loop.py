@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from aligner.data.types import Prompt
-from aligner.engines.engine_loop import EngineLoop, LeaderSamples, SingleResponses, run_steps
+from aligner.engines.engine_loop import (
+    CreateSample,
+    EngineLoop,
+    LeaderSamples,
+    SingleResponses,
+    complete_response,
+    run_steps,
+)
 from aligner.engines.engine_protocol import GenerationRequest, RequestKey, SamplingOptions
 from aligner.errors import AlignerError, EngineExited
 from tests.agents.scripted import Scripted
@@ -55,13 +63,13 @@ def test_failed_start_leaves_engine_without_work() -> None:
     async def fail() -> None:
         raise AlignerError("no such environment")
 
-    def start() -> EngineLoop:
+    def start(_: Sequence[GenerationRequest]) -> tuple[EngineLoop, CreateSample]:
         loop = EngineLoop(engine)
         loop.spawn(0, loop.generate(torch.tensor([1]), OPTIONS, key=RequestKey(0, 0, 1)))
         loop.spawn(1, fail())
-        return loop
+        return loop, lambda index, request: complete_response(loop, request, OPTIONS)
 
     with pytest.raises(AlignerError, match="no such environment"):
-        LeaderSamples(engine, start)
+        LeaderSamples(engine, [], start)
     assert [message["error"] for message in engine.messages] == ["no such environment"]
     assert not engine.has_work

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 import string
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +31,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Rows, Sample, TeacherTopK, collate
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_loop import (
+    CreateSample,
     EngineLoop,
     complete_response,
     create_unfinished_sample,
@@ -140,11 +141,13 @@ def generate(
         for index in range(len(grammars))
     ]
 
-    def start() -> EngineLoop:
+    def start(_: Sequence[GenerationRequest]) -> tuple[EngineLoop, CreateSample]:
         loop = EngineLoop(engine)
-        for index, (request, grammar) in enumerate(zip(requests, grammars, strict=True)):
-            loop.spawn(index, complete_response(loop, request, replace(options, grammar=grammar)))
-        return loop
+
+        def create(index: int, request: GenerationRequest) -> Coroutine[Any, Any, Sample]:
+            return complete_response(loop, request, replace(options, grammar=grammars[index]))
+
+        return loop, create
 
     samples = start_on_replica(engine, requests, start)
     found: dict[int, Sample] = {}

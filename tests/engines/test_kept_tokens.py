@@ -72,13 +72,15 @@ def draw(directory: str, tensor: int, names: list[tuple[str, bool]]) -> list[lis
     ]
     layout = EngineParallelConfig(tensor=tensor, data=size // tensor)
     group = create_replica_group(layout, rank, timedelta(seconds=60))
-    engine = EmbeddedEngine(shape, EngineConfig(parallel=layout, batch_size=3), rank, 2, group)
+    settings = EngineConfig(parallel=layout, batch_size=3)
+    engine = EmbeddedEngine(shape, settings, rank, 2, group)
     load_directory(engine, Path(directory))
     return [
         run_to_completion(
             generate_in_parts(
+                engine,
                 SingleResponses(engine),
-                layout,
+                settings,
                 rank,
                 create_empty_samples(prompts, 2),
                 2,

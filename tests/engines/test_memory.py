@@ -91,7 +91,7 @@ def test_kv_cache_bytes_equal_estimate(
     update.load(list(engine._weights.views))
     update.commit()
     sampler, options = (
-        ColocatedSampler(engine, EngineParallelConfig(), 0),
+        ColocatedSampler(engine, config.engine, 0),
         SamplingOptions(max_new_tokens=5),
     )
     source = RolloutBuilder(

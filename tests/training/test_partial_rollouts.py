@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.errors import AlignerError
-from aligner.schema import EngineParallelConfig, RolloutConfig
+from aligner.schema import EngineConfig, RolloutConfig
 from aligner.training.rollout_builder import RolloutBuilder
 from aligner.training.rollout_pipeline import RolloutPipeline
 from aligner.training.samplers import ColocatedSampler
@@ -83,7 +83,7 @@ class Run:
             Writer(case.seed),
             Scores(),
         )
-        sampler = ColocatedSampler(self.engine, EngineParallelConfig(tensor=1, data=1), rank=0)
+        sampler = ColocatedSampler(self.engine, EngineConfig(), rank=0)
         options, rounds = SamplingOptions(max_new_tokens=40), case.rounds
         self.rollouts = RolloutBuilder(
             self.stream,

@@ -287,6 +287,23 @@ class ExternalEngine(GenerationEngine):
         self._version = None
         self._no_weights_reason = reason
 
+    def restart(self) -> None:
+        """See `GenerationEngine.restart`."""
+        self._version = None
+        self._no_weights_reason = (
+            f"{self._replica.name} has exited and starts again; sync weights to the engine"
+        )
+        self._in_flight.clear()
+        self._take_arrivals()
+        with self._arrivals_lock:
+            scoring_requests = [*self._scoring_in_flight.values(), *self._scoring_requests]
+            self._scoring_in_flight.clear()
+            self._scoring_requests = []
+        self._fail_without_weights(scoring_requests)
+        self._is_asleep = False
+        self._is_cache_asleep = False
+        self._replica.restart_client()
+
     def sleep(self) -> None:
         """Free the memory of the KV cache and of the weights; see `GenerationEngine.sleep`.
 

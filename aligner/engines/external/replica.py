@@ -1,6 +1,7 @@
 """`Replica`: the ranks of a replica, of which the first controls an external program."""
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup
@@ -8,9 +9,13 @@ from torch.distributed import ProcessGroup
 from aligner.data import collectives
 from aligner.data.collectives import broadcast_json, gather_json
 from aligner.engines.external.client import Client
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, EngineExited
 
 T = TypeVar("T")
+
+_MAX_RESTARTS = 3
+"""Number of restarts of the program in the life of this process. A program that exits more often
+ends the process, so that the launcher's limits and reports apply."""
 
 
 class Replica:
@@ -32,8 +37,56 @@ class Replica:
         self.rank = rank
         self.size = size
         self._group = group
-        self.client: Client | None = None
-        """Client of the program, on rank 0 after the program was started; None on other ranks."""
+        self._client: Client | None = None
+        self._create_client: Callable[[], Client]
+        """Starts the program; set by `start_client`."""
+        self._restart: Future[Client] | None = None
+        """A restart of the program in the background; None if none is in progress."""
+        self._restart_count = 0
+
+    @property
+    def client(self) -> Client | None:
+        """Client of the program, on rank 0 after the program was started; None on other ranks.
+
+        Waits for a restart of the program. Raises AlignerError if the restart has failed.
+        """
+        if self._restart is not None:
+            restart = self._restart
+            self._restart = None
+            self._client = None
+            self._client = restart.result()
+        return self._client
+
+    def start_client(self, create_client: Callable[[], Client]) -> None:
+        """Start the program on rank 0 with a function that returns its client. Collective."""
+        self._create_client = create_client
+
+        def start() -> None:
+            self._client = create_client()
+
+        self.run_on_rank0(f"starting {self.name}", start)
+
+    def restart_client(self) -> None:
+        """Start the program again in the background, after it has exited. Every rank calls this.
+
+        Raises EngineExited if it has exited too often.
+        """
+        self._restart_count += 1
+        if self._restart_count > _MAX_RESTARTS:
+            raise EngineExited(f"{self.name} has exited {self._restart_count} times")
+        if self.rank != 0:
+            return
+        exited_client = self.client
+        assert exited_client is not None, "a program that has exited was started before"
+
+        def restart() -> Client:
+            # Some processes of the program may still run.
+            exited_client.shutdown()
+            return self._create_client()
+
+        executor = ThreadPoolExecutor(1, thread_name_prefix=f"restart of {self.name}")
+        self._restart = executor.submit(restart)
+        executor.shutdown(wait=False)
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's JSON value on every rank. Collective."""

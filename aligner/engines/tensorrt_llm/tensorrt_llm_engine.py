@@ -84,14 +84,12 @@ class TensorRTLLMEngine(ExternalEngine):
         gpus = gather_gpus(self._replica, self._device)
         self._uuid: str = gpus[self._replica.rank]["uuid"]
 
-        def start() -> None:
+        def create_client() -> TensorRTLLMClient:
             devices = [parse_gpu_index(gpu["name"]) for gpu in gpus]
             uuids = [gpu["uuid"] for gpu in gpus]
-            self._replica.client = TensorRTLLMClient(
-                directory, self._shape, settings, seed, dtype, devices, uuids
-            )
+            return TensorRTLLMClient(directory, self._shape, settings, seed, dtype, devices, uuids)
 
-        self._replica.run_on_rank0("starting TensorRT-LLM", start)
+        self._replica.start_client(create_client)
 
     def _find_unsupported(self, sampling: SamplingOptions) -> str | None:
         # TensorRT-LLM's own guided decoding allows only the model's end token at the end of a text,

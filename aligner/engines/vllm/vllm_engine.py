@@ -90,13 +90,18 @@ class VLLMEngine(ExternalEngine):
             gpu_names = [gpu["name"] for gpu in gather_gpus(self._replica, self._device)]
             self._allocate_memory = functools.partial(DeviceMemory, self._device)
 
-        def start() -> None:
+        def create_client() -> VLLMClient:
             python = find_vllm_python(settings.vllm)
-            self._replica.client = VLLMClient(
+            return VLLMClient(
                 python, directory, self._shape, settings, seed, engine_format.dtype, gpu_names
             )
 
-        self._replica.run_on_rank0("starting vLLM", start)
+        self._replica.start_client(create_client)
+
+    @property
+    def can_restart(self) -> bool:
+        """See `GenerationEngine.can_restart`."""
+        return True
 
     def _find_unsupported(self, sampling: SamplingOptions) -> str | None:
         problem = None
