@@ -131,6 +131,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny(tmp_path_factory.mktemp("routed"), 0))
 
 
+@pytest.mark.promise("samples-do-not-depend-on-replicas")
 @pytest.mark.parametrize(("prompts", "batch_size"), [(1, 2), (5, 2), (7, 4), (6, 64)], ids=str)
 def test_samples_do_not_depend_on_replicas(
     pool: WorkerPool, directory: str, prompts: int, batch_size: int

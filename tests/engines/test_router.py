@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 
 from aligner.engines.router import Router
@@ -54,6 +55,7 @@ def test_replica_that_comes_back_gets_waiting_samples() -> None:
     assert router.assign([True, True]) == [[], [1]]
 
 
+@pytest.mark.promise("samples-do-not-depend-on-replicas")
 @settings(max_examples=200, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 5), max_size=12),

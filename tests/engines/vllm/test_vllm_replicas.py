@@ -74,6 +74,7 @@ def lose_replica(directory: str) -> dict[str, Any]:
     return {"samples": samples, "versions": versions}
 
 
+@pytest.mark.promise("exited-replica-is-left-out")
 def test_killed_replica_is_left_out_until_the_next_weight_sync(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
