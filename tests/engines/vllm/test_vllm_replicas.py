@@ -78,7 +78,7 @@ def lose_replica(directory: str) -> dict[str, Any]:
 def test_killed_replica_is_left_out_until_the_next_weight_sync(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
-    directory = engines.save_tiny(tmp_path, seed=0)
+    directory = engines.save_tiny(tmp_path, seed=0, head_dim=32)
     results = pool.run(lose_replica, 2, str(directory), timeout=800)
     assert [result["versions"] for result in results] == [[0, 1], [None, 1]]
     for result in results:
