@@ -17,6 +17,11 @@ Figures are medians over `--repeats`; ratios also have minimum (`_least`) and ma
 With `--delays`, environments take up to 2 s per turn in 64 concurrent episodes. `delays_ratio`
 compares the total time with a lower bound: the longer of the same episodes without delays and the
 slowest episode alone.
+
+With `--replicas`, several samples of each prompt are generated on several replicas, which the
+benchmark runs one after another. A hit rate is the fraction of the input tokens of all turns that
+are in the KV cache already: `hit_rate_router` with the assignment of `aligner.engines.router`,
+`hit_rate_round_robin` if the samples of a prompt are distributed over the replicas.
 """
 
 from __future__ import annotations
@@ -52,6 +57,8 @@ class Work:
     episodes: Sequence[int]
     """Numbers of the episodes, which determine their prompts."""
     delay_s: float = 0.0
+    samples_per_prompt: int = 1
+    """Number of adjacent episodes with the same prompt."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,8 @@ class Taken:
     prefilled: int
     new: int
     """Number of prompt and observation tokens."""
+    inputs: int
+    """Number of input tokens of all turns, each of which has the whole history as its input."""
     lengths: list[list[int]]
     """Number of generated tokens of each turn of each episode."""
     ended_s: list[float]
@@ -130,9 +139,10 @@ class Ours:
 
         task, requests = {"turns": work.turns, "delay_s": work.delay_s}, []
         for number in work.episodes:
-            draw = torch.Generator().manual_seed(number)
+            prompt, sample = divmod(number, work.samples_per_prompt)
+            draw = torch.Generator().manual_seed(prompt)
             tokens = torch.randint(3, self._shape.vocab_size, (PROMPT_TOKENS,), generator=draw)
-            requests.append(GenerationRequest(Prompt(number, "", tokens, task), 0))
+            requests.append(GenerationRequest(Prompt(prompt, "", tokens, task), sample))
         most = min(32 * work.turns + 256, self._shape.max_positions - PROMPT_TOKENS)
         # With random weights all tokens are about equally probable.
         stops = range(self._shape.vocab_size // DRAWN)
@@ -154,6 +164,11 @@ class Ours:
             self._sampling_s,
             self._prefilled,
             len(turns) * PROMPT_TOKENS + sum(sum(each[1::2]) for each in turns),
+            sum(
+                PROMPT_TOKENS + sum(each[:turn])
+                for each in turns
+                for turn in range(0, len(each), 2)
+            ),
             [each[::2] for each in turns],
             [ended[place] for place in range(len(requests))],
         )
@@ -253,6 +268,34 @@ def measure_delays(args: argparse.Namespace, ours: Any) -> dict[str, Any]:
     }
 
 
+def measure_replicas(args: argparse.Namespace, ours: Any) -> dict[str, Any]:
+    """Measure the hit rate of the KV cache with two assignments of episodes to replicas."""
+    from aligner.engines.router import Router
+
+    count = args.episodes
+    prompts = [number // args.samples_per_prompt for number in range(count)]
+    assignments = {
+        "router": Router(prompts, args.replicas, count).assign([True] * args.replicas),
+        "round_robin": [range(replica, count, args.replicas) for replica in range(args.replicas)],
+    }
+    turns = args.turns[-1]
+    result = {"episodes": count, "turns": turns, "replicas": args.replicas}
+    for name, assigned in assignments.items():
+        taken = [
+            ours.call(
+                "episodes",
+                Work(turns, episodes, samples_per_prompt=args.samples_per_prompt),
+            )
+            for episodes in assigned
+        ]
+        prefilled, inputs = (
+            sum(each.prefilled for each in taken),
+            sum(each.inputs for each in taken),
+        )
+        result[f"hit_rate_{name}"] = 1 - prefilled / inputs
+    return result
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -283,6 +326,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--delay-turns", type=int, default=8, help="turns per episode with --delays (8)"
     )
+    parser.add_argument(
+        "--replicas", type=int, help="measure the hit rate of the KV cache with so many replicas"
+    )
+    parser.add_argument("--samples-per-prompt", type=int, default=4, help="with --replicas (4)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     args = parser.parse_args(arguments)
     args.model = args.model or ("tiny" if args.delays else "smollm2_135m")
@@ -293,7 +340,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_tokenizer(directory, args.model)
         about = {"benchmark": "turns", "model": args.model, "precision": args.precision}
         with Group(way, functools.partial(Ours, directory, args.precision)) as ours:
-            if args.delays:
+            if args.replicas:
+                tell(about | measure_replicas(args, ours), as_json=args.json)
+            elif args.delays:
                 tell(about | measure_delays(args, ours), as_json=args.json)
             elif args.no_transformers:
                 for turns in args.turns:
