@@ -75,6 +75,21 @@ def test_killed_trainer_resumes_with_the_running_critic(
 
 
 @pytest.mark.promise("every-role-killed-keeps-weights")
+def test_killed_replica_of_the_generator_changes_no_sample(tmp_path: Path) -> None:
+    """Each of the two replicas decodes two samples at a time, so that samples wait for them."""
+    overrides = (*OVERRIDES, "engine.parallel.data=2", "engine.batch_size=2", "engine.exact=true")
+    whole = run_to_end(tmp_path / "whole", *overrides)
+    with Launch(tmp_path / "killed", *overrides) as launch:
+        launch.wait_for_step(2, 200)
+        launch.rank("generator", 1).kill()
+        killed = launch.finish(300)
+    assert killed.code == 0, killed.report()
+    assert "; restarting generator" in killed.out, killed.out
+    assert repeatable(killed.metrics) == repeatable(whole.metrics)
+    assert checkpoint_differences(whole.paths, killed.paths, STEPS) == []
+
+
+@pytest.mark.promise("every-role-killed-keeps-weights")
 def test_suspended_reward_and_critic_are_replaced(undisturbed: Finished, tmp_path: Path) -> None:
     with Launch(
         tmp_path / "run", *OVERRIDES, "reward.replicas=2", "server.health_timeout_s=10"
