@@ -294,6 +294,18 @@ class ScoringRequest:
             self.future.set_exception(error)
 
 
+@dataclass(frozen=True)
+class GenerationCounts:
+    """What one rank of an engine has counted during generation."""
+
+    draft_tokens: int = 0
+    """Number of draft tokens (`engine.speculation`), also of those after a rejected one."""
+    accepted_tokens: int = 0
+    """Number of draft tokens that were accepted."""
+    preemptions: int = 0
+    """Number of times that a response lost its blocks of the KV cache to another one."""
+
+
 def find_request_problems(
     requests: Sequence[GenerationRequest], options: SamplingOptions, shape: ModelShape
 ) -> list[str]:
@@ -628,10 +640,9 @@ class GenerationEngine(ABC):
         """
         return message
 
-    def take_draft_counts(self) -> tuple[int, int]:
-        """Return the numbers of draft tokens, and of accepted draft tokens, since the last call
-        (`engine.speculation`)."""
-        return 0, 0
+    def take_counts(self) -> GenerationCounts:
+        """Return the counts since the last call."""
+        return GenerationCounts()
 
     @abstractmethod
     def begin_update(self, version: int) -> WeightUpdate:

@@ -21,7 +21,7 @@ from aligner.data.types import (
     collate_episodes,
     create_empty_samples,
 )
-from aligner.engines.engine_protocol import SamplingOptions
+from aligner.engines.engine_protocol import GenerationCounts, SamplingOptions
 from aligner.engines.replicas import EarlyStopCondition
 from aligner.errors import AlignerError
 from aligner.schema import RolloutConfig
@@ -72,8 +72,8 @@ class RolloutBatch:
     replaced: tuple[PartialRollout, ...] = ()
     """Prompts that dynamic sampling removed, with their samples; if samples are generated ahead of
     training, on rank 0 only."""
-    draft_counts: tuple[int, int] = (0, 0)
-    """Number of draft tokens of this rank's engine, and number of those that were accepted."""
+    counts: GenerationCounts = field(default_factory=GenerationCounts)
+    """Counts of this rank's engine."""
     environment_s: float | None = None
     """Mean time in seconds that an episode of this rank waited for its environment; None without
     episodes."""
@@ -299,7 +299,7 @@ class RolloutBuilder:
             replace(rollout, deferrals=rollout.deferrals + 1) for rollout in self._partial_rollouts
         )
         # The engine may free its memory now, because a weight sync comes next.
-        draft_counts = self._sampler.end_generation()
+        counts = self._sampler.end_generation()
 
         prompts = [generated.prompts[row] for row in rows.tolist()]
         samples = [generated.samples[row] for row in rows.tolist()]
@@ -314,7 +314,7 @@ class RolloutBuilder:
             skipped=self._skipped,
             removed_lengths=_compute_removed_lengths(generated.samples, rows),
             replaced=self._collect_replaced(generated, rows),
-            draft_counts=draft_counts,
+            counts=counts,
             environment_s=self._sampler.take_environment_wait_s(),
             episode_metrics=compute_episode_metrics(
                 generated.samples, self._settings.samples_per_prompt

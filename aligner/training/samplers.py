@@ -8,7 +8,11 @@ from typing import Protocol
 from aligner.data.collectives import broadcast_samples
 from aligner.data.types import Sample
 from aligner.engines.engine_loop import EpisodeSource, SampleStarter, SingleResponses
-from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions
+from aligner.engines.engine_protocol import (
+    GenerationCounts,
+    GenerationEngine,
+    SamplingOptions,
+)
 from aligner.engines.replicas import (
     STEPS_PER_PART,
     EarlyStopCondition,
@@ -49,12 +53,11 @@ class Sampler(Protocol):
             All samples in the given order, equal on every rank.
         """
 
-    def end_generation(self) -> tuple[int, int]:
+    def end_generation(self) -> GenerationCounts:
         """End the generation phase of a step: the next call of `sample` follows a weight sync.
 
         Returns:
-            The numbers of draft tokens, and of accepted draft tokens, of this rank's engine in the
-            step (`engine.speculation`); zeros if the engine is on other ranks.
+            The counts of this rank's engine in the step; zeros if the engine is on other ranks.
         """
 
     def drop_journal_before(self, first_prompt: int) -> None:
@@ -109,11 +112,11 @@ class ColocatedSampler:
         )
         return run_to_completion(parts)
 
-    def end_generation(self) -> tuple[int, int]:
+    def end_generation(self) -> GenerationCounts:
         """See `Sampler.end_generation`."""
         if self.settings.sleep:
             self.engine.sleep()
-        return self.engine.take_draft_counts()
+        return self.engine.take_counts()
 
     def drop_journal_before(self, first_prompt: int) -> None:
         """See `Sampler.drop_journal_before`."""
@@ -190,9 +193,9 @@ class RemoteSampler:
                 version = self.weights.restore()
         return []
 
-    def end_generation(self) -> tuple[int, int]:
-        """Return zeros: the generator manages its own memory, and reports its own draft tokens."""
-        return 0, 0
+    def end_generation(self) -> GenerationCounts:
+        """Return zeros: the generator manages its own memory, and reports its own counts."""
+        return GenerationCounts()
 
     def drop_journal_before(self, first_prompt: int) -> None:
         """See `Sampler.drop_journal_before`. The next request to the generator contains the

@@ -353,12 +353,14 @@ def compute_rollout_metrics(
     }
     if settings.spare_prompts:
         metrics["rollout/deferred"] = float(rollout.deferred)
-    draft_tokens, accepted_tokens = rollout.draft_counts
-    if draft_tokens:
+    counts = rollout.counts
+    if counts.draft_tokens:
         metrics |= {
-            "rollout/draft_tokens": float(draft_tokens),
-            "rollout/accepted_fraction": accepted_tokens / draft_tokens,
+            "rollout/draft_tokens": float(counts.draft_tokens),
+            "rollout/accepted_fraction": counts.accepted_tokens / counts.draft_tokens,
         }
+    if counts.preemptions:
+        metrics["rollout/preemptions"] = float(counts.preemptions)
 
     lengths = [sample.generated_token_count for sample in samples]
     # Include the removed samples: otherwise the histogram would depend on the scores.

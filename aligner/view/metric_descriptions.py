@@ -71,6 +71,10 @@ _METRICS = {
         "Accepted draft tokens (fraction)",
         "Fraction of the draft tokens that were accepted.",
     ),
+    "rollout/preemptions": (
+        "Preempted responses",
+        "Responses on rank 0 that lost their blocks of the KV cache and were prefilled again.",
+    ),
     "episode/turns": ("Turns per episode", "Mean turns of the policy per episode."),
     "episode/branches": ("Branches per episode", "Mean branches per episode."),
     "episode/failures/*": (

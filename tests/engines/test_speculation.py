@@ -12,7 +12,11 @@ from aligner.config.compose import compose_config
 from aligner.data.types import Sample
 from aligner.engines.embedded.speculation import PromptLookup
 from aligner.engines.engine_loop import SingleResponses
-from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
+from aligner.engines.engine_protocol import (
+    GenerationCounts,
+    GenerationRequest,
+    SamplingOptions,
+)
 from aligner.schema import SpeculationConfig
 from tests.engines.engines import generate
 from tests.engines.test_embedded import make_engine, make_prompts, response, save_model
@@ -66,7 +70,9 @@ def assert_same(samples: list[Sample], others: list[Sample]) -> None:
 def drafted(directory: Path, options: SamplingOptions, **settings) -> tuple[list[Sample], int, int]:
     """Generate speculatively; return samples, number of draft tokens, number of accepted tokens."""
     engine = make_engine(directory, batch_size=3, speculation=GUESSES, **settings)
-    return generate(engine, requests(), options), *engine.take_draft_counts()
+    samples = generate(engine, requests(), options)
+    counts = engine.take_counts()
+    return samples, counts.draft_tokens, counts.accepted_tokens
 
 
 def test_lookup_drafts_tokens_after_last_ngram_match():
@@ -103,10 +109,11 @@ def test_accepted_draft_tokens_save_steps(directory):
     )
     steps = record_steps(engine)
     samples = generate(engine, requests(), options)
-    guessed, accepted = engine.take_draft_counts()
+    counts = engine.take_counts()
+    guessed, accepted = counts.draft_tokens, counts.accepted_tokens
     assert len(steps) == sum(len(response(sample)) for sample in samples) - accepted
     assert 0 < accepted <= guessed == sum(step.tokens_per_row - 1 for step in steps)
-    assert engine.take_draft_counts() == (0, 0)
+    assert engine.take_counts() == GenerationCounts()
 
 
 def test_no_draft_tokens_above_speculation_rows(directory):

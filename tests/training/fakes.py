@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from aligner.data.types import Completion, Prompt, Sample
+from aligner.engines.engine_protocol import GenerationCounts
 from tests.agents.scripted import Scripted
 
 
@@ -60,7 +61,7 @@ class Digits:
         ]
 
     def end_generation(self):
-        return 0, 0
+        return GenerationCounts()
 
     def take_environment_wait_s(self):
         return None

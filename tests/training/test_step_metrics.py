@@ -13,6 +13,7 @@ import torch
 from aligner.config.compose import compose_config
 from aligner.data.pass_rates import PassRates, PromptOutcome
 from aligner.data.types import Experience, Prompt, Sample, collate, collate_episodes
+from aligner.engines.engine_protocol import GenerationCounts
 from aligner.errors import AlignerError
 from aligner.schema import RolloutConfig
 from aligner.training.online import describe_run
@@ -175,7 +176,12 @@ def test_unscored_prompts_are_counted_and_limited():
     )
     samples = [sample] * 6
     prompts = [Prompt(row // 2, "", torch.tensor([5])) for row in range(6)]
-    counts = {"deferred": 1, "skipped": 2, "removed_lengths": (7, 8), "draft_counts": (8, 2)}
+    counts = {
+        "deferred": 1,
+        "skipped": 2,
+        "removed_lengths": (7, 8),
+        "counts": GenerationCounts(8, 2, 3),
+    }
     whole = RolloutBatch(prompts, samples, collate(samples, 0), scores, PendingRows(()), **counts)
     scored = whole.drop_unscored()
     assert [prompt.id for prompt in scored.prompts] == [0, 0, 2, 2]
@@ -188,6 +194,7 @@ def test_unscored_prompts_are_counted_and_limited():
         1.0,
     )
     assert (metrics["rollout/draft_tokens"], metrics["rollout/accepted_fraction"]) == (8.0, 0.25)
+    assert metrics["rollout/preemptions"] == 3.0
     # Four of six samples have a score; only these count as kept.
     assert (metrics["rollout/skipped_fraction"], metrics["rollout/kept_fraction"]) == (
         3 / 12,

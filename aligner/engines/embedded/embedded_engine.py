@@ -27,6 +27,7 @@ from aligner.engines.embedded.scoring import score_sequences, select_next_pass
 from aligner.engines.embedded.sliced_attention import can_slice
 from aligner.engines.engine_protocol import (
     EngineRequest,
+    GenerationCounts,
     GenerationEngine,
     RequestKey,
     SamplingOptions,
@@ -342,13 +343,16 @@ class EmbeddedEngine(GenerationEngine):
             self._resize_cache(max(sequences, size.sequences), max(tokens, size.tokens) + 1)
             self._is_reserved = False
 
-    def take_draft_counts(self) -> tuple[int, int]:
-        """See `GenerationEngine.take_draft_counts`. Draft tokens after a rejected one count too."""
+    def take_counts(self) -> GenerationCounts:
+        """See `GenerationEngine.take_counts`."""
         state = self._state
-        draft_counts = (state.num_draft_tokens, state.num_accepted_tokens)
+        counts = GenerationCounts(
+            state.num_draft_tokens, state.num_accepted_tokens, state.num_preemptions
+        )
         state.num_draft_tokens = 0
         state.num_accepted_tokens = 0
-        return draft_counts
+        state.num_preemptions = 0
+        return counts
 
     def begin_update(self, version: int) -> EmbeddedUpdate:
         """See `GenerationEngine.begin_update`."""

@@ -36,8 +36,8 @@ class EngineState:
     steps_per_sync: int = 1
     """Maximum number of decode steps per host synchronization."""
     num_draft_tokens: int = 0
-    """Number of draft tokens since `EmbeddedEngine.take_draft_counts` was called last."""
+    """Number of draft tokens since `EmbeddedEngine.take_counts` was called last."""
     num_accepted_tokens: int = 0
     """Number of those draft tokens that were accepted."""
     num_preemptions: int = 0
-    """Number of times that a request lost its blocks of the KV cache to another one."""
+    """Number of preemptions since `EmbeddedEngine.take_counts` was called last."""
