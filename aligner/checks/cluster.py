@@ -184,8 +184,8 @@ def _find_replica_problems(config: Config, layout: JobLayout) -> Iterator[str]:
     role = "generator" if has_generator(config) else "trainer"
     placement = layout.placements[role]
     settings = get_node_settings(config, role)
-    tensor = engine.parallel.tensor
-    if placement.nodes == 1 or placement.ranks_per_node % tensor == 0:
+    replica_ranks = engine.parallel.replica_ranks
+    if placement.nodes == 1 or placement.ranks_per_node % replica_ranks == 0:
         return
     # The message names the key that determines the number of ranks per node.
     key = (
@@ -195,10 +195,10 @@ def _find_replica_problems(config: Config, layout: JobLayout) -> Iterator[str]:
     )
     key = key if settings.nodes is None else f"{get_role_key(config, role)}.nodes"
     yield (
-        f"engine.parallel.tensor={tensor}: a replica of engine.kind={engine.kind} must fit on one"
-        f" node, but the {role} has {placement.ranks_per_node} ranks on each of"
-        f" {placement.nodes} nodes"
-        f" ({key}); set more ranks per node, or set engine.parallel.tensor to a divisor of"
+        f"engine.parallel: a replica of engine.kind={engine.kind} must fit on one node, but it has"
+        f" {replica_ranks} ranks, and the {role} has {placement.ranks_per_node} ranks on each of"
+        f" {placement.nodes} nodes ({key}); set more ranks per node, or reduce"
+        " engine.parallel.tensor x engine.parallel.pipeline to a divisor of"
         f" {placement.ranks_per_node}"
     )
 

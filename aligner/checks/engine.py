@@ -9,6 +9,7 @@ from aligner.models.layouts import (
     cache_bytes_per_sequence,
     choose_block_tokens,
     engine_problems,
+    iterate_engine_stages,
     speculation_problems,
     tensor_sizes,
 )
@@ -129,13 +130,20 @@ def _find_rank_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     engine = config.engine.parallel
     ranks = config.actor.parallel.ranks
     if config.engine.placement == "colocated" and engine.ranks != ranks:
+        pipeline = engine.pipeline
         possible_sizes = " or ".join(
-            f"{size}x{ranks // size}" for size in tensor_sizes(shape, ranks) if ranks % size == 0
+            f"{size}x{ranks // size // pipeline}"
+            for size in tensor_sizes(shape, ranks)
+            if ranks % (size * pipeline) == 0
         )
+        pipeline_text = f" x pipeline={pipeline}" if pipeline > 1 else ""
+        advice = f"tensor x data can be {possible_sizes}"
+        if not possible_sizes:
+            advice = f"engine.parallel.pipeline must divide {ranks}"
         yield (
-            f"engine.parallel: tensor={engine.tensor} x data={engine.data} is {engine.ranks}"
-            f" ranks, but a colocated engine must use all {ranks} ranks of the trainer; tensor x"
-            f" data can be {possible_sizes}"
+            f"engine.parallel: tensor={engine.tensor}{pipeline_text} x data={engine.data} is"
+            f" {engine.ranks} ranks, but a colocated engine must use all {ranks} ranks of the"
+            f" trainer; {advice}"
         )
 
 
@@ -148,8 +156,11 @@ def _find_cache_problems(config: Config, model: ModelShape) -> Iterator[str]:
     block_tokens = 1
     if config.engine.kind == "embedded":
         block_tokens = choose_block_tokens(max_length - 1, is_gpu=uses_gpus(config))
-    needed_bytes = cache_bytes_per_sequence(
-        model, config.engine.parallel.tensor, itemsize, max_length - 1, block_tokens
+    needed_bytes = max(
+        cache_bytes_per_sequence(
+            stage, config.engine.parallel.tensor, itemsize, max_length - 1, block_tokens
+        )
+        for stage in iterate_engine_stages(model, config.engine.parallel.pipeline)
     )
     if budget is not None and needed_bytes > budget << 20:
         yield (
@@ -344,7 +355,7 @@ def _find_start_problems(config: Config) -> Iterator[str]:
     collective_s = config.cluster.collective_timeout_s
     if (
         engine.kind in _EXTERNAL_ENGINES
-        and engine.parallel.tensor > 1
+        and engine.parallel.replica_ranks > 1
         and collective_s <= _get_start_timeout(engine)
     ):
         yield (
@@ -358,6 +369,12 @@ def _find_start_problems(config: Config) -> Iterator[str]:
 def find_engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[str]:
     """Yield a line for each reason why the engine cannot run a model on any machine."""
     layout = engine.parallel
+    if layout.pipeline > 1 and engine.kind != "vllm":
+        yield (
+            f"engine.parallel.pipeline={layout.pipeline}: must be 1 with"
+            f" engine.kind={engine.kind}, because only vLLM divides the layers of a replica into"
+            " stages; set engine.kind=vllm, or a larger engine.parallel.tensor"
+        )
     if engine.kind == "vllm":
         if layout.expert not in (1, layout.tensor):
             yield (
@@ -470,7 +487,10 @@ def _find_vllm_part_problems(shape: ModelShape) -> Iterator[str]:
 def find_refused_arguments(engine: EngineConfig, *, on_gpus: bool) -> Iterator[str]:
     """Yield a line for each argument that aligner does not pass on to vLLM or TensorRT-LLM."""
     if engine.kind == "vllm":
-        yield from vllm_arguments.find_refused_arguments(engine.vllm, on_gpus=on_gpus)
+        has_pipeline = engine.parallel.pipeline > 1
+        yield from vllm_arguments.find_refused_arguments(
+            engine.vllm, on_gpus=on_gpus, has_pipeline=has_pipeline
+        )
     if engine.kind == "tensorrt_llm":
         yield from tensorrt_llm_arguments.find_refused_arguments(engine.tensorrt_llm)
 

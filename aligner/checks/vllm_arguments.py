@@ -40,6 +40,7 @@ _SET_BY_KEYS: Mapping[str, str] = {
     "enable_sleep_mode": "engine.sleep",
     "stream_interval": "engine.vllm.stream_interval",
     "tensor_parallel_size": "engine.parallel.tensor",
+    "pipeline_parallel_size": "engine.parallel.pipeline",
     "data_parallel_size": "engine.parallel.data",
     "enable_expert_parallel": "engine.parallel.expert",
     **dict.fromkeys(
@@ -141,7 +142,7 @@ _REFUSALS = (
         "set engine.parallel.expert",
     ),
     Refusal(
-        "pipeline_parallel_size prefill_context_parallel_size data_parallel_* device_ids"
+        "prefill_context_parallel_size data_parallel_* device_ids"
         " distributed_executor_backend master_addr master_port nnodes node_rank"
         " ray_workers_use_nsight",
         "aligner starts one worker of vLLM for each rank of a replica, on the rank's device",
@@ -157,6 +158,19 @@ _CPU_REFUSALS = (
     Refusal(
         "attention_backend attention_config",
         "aligner selects the attention of vLLM on CPUs that computes in float32",
+    ),
+)
+# Arguments that are refused with pipeline parallelism, unless their value is false or null.
+_PIPELINE_REFUSALS = (
+    Refusal(
+        "async_scheduling",
+        "the model runner of vLLM that aligner uses does not support it with pipeline parallelism",
+        "set engine.parallel.pipeline=1",
+    ),
+    Refusal(
+        "enable_dbo ubatch_size",
+        "vLLM does not support dual batch overlap with pipeline parallelism",
+        "set engine.parallel.pipeline=1",
     ),
 )
 _VARIABLE_REFUSALS = (
@@ -181,15 +195,21 @@ _VARIABLE_REFUSALS = (
 )
 
 
-def find_refused_arguments(settings: VLLMConfig, *, on_gpus: bool) -> Iterator[str]:
+def find_refused_arguments(
+    settings: VLLMConfig, *, on_gpus: bool, has_pipeline: bool = False
+) -> Iterator[str]:
     """Yield a line for each argument and each environment variable that aligner refuses.
 
     Args:
         settings: Section `engine.vllm` of the configuration.
         on_gpus: Whether vLLM runs on GPUs.
+        has_pipeline: Whether a replica has several pipeline stages.
     """
     refusals = _REFUSALS if on_gpus else (*_REFUSALS, *_CPU_REFUSALS)
     yield from find_refusals(_ARGS, settings.args, _SET_BY_KEYS, refusals).values()
+    if has_pipeline:
+        enabled = {name: value for name, value in settings.args.items() if value}
+        yield from find_refusals(_ARGS, enabled, {}, _PIPELINE_REFUSALS).values()
     variables = find_refusals(_ENV, settings.env, _VARIABLES_SET_BY_KEYS, _VARIABLE_REFUSALS)
     yield from variables.values()
     for name in settings.env:

@@ -579,7 +579,8 @@ def _with_engine_replicas(config: Config) -> Config:
     engine = config.engine
     if engine.parallel.data != 0:
         return config
-    replicas = max(1, config.actor.parallel.ranks // max(1, engine.parallel.tensor))
+    replica_ranks = max(1, engine.parallel.replica_ranks)
+    replicas = max(1, config.actor.parallel.ranks // replica_ranks)
     engine_with_replicas = dataclasses.replace(
         engine, parallel=dataclasses.replace(engine.parallel, data=replicas)
     )

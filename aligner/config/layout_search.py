@@ -168,7 +168,7 @@ def _get_cpu_layout(config: Config, situation: Situation, ranks: int) -> Values:
     computing_ranks = ranks + config.algorithm.has_critic + config.has_teacher
     return {
         "actor.parallel.data": ranks,
-        "engine.parallel.data": ranks,
+        "engine.parallel.data": max(1, ranks // config.engine.parallel.pipeline),
         "cluster.threads_per_rank": max(
             1, min(situation.machine.cores // computing_ranks, 2 * _MAX_THREADS)
         ),
@@ -210,8 +210,9 @@ def _get_gpu_layout(config: Config, tensor: int, pipeline: int, data: int) -> Va
         f"{role}.optimizer.distributed": data > 1 and optimizer.kind == "adam"
         for role, optimizer in optimizers.items()
     }
-    # The engine has no pipeline parallelism: its replicas span the trainer's stages.
-    engine = {"engine.parallel.tensor": tensor, "engine.parallel.data": pipeline * data}
+    # The engine's replicas span the trainer's stages.
+    replicas = max(1, pipeline * data // config.engine.parallel.pipeline)
+    engine = {"engine.parallel.tensor": tensor, "engine.parallel.data": replicas}
     if has_reward_model(config.reward):
         engine["reward.parallel.tensor"] = tensor
     if config.has_teacher:

@@ -28,6 +28,7 @@ from aligner.data.stop_strings import StopSearch
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Completion, Grammar, Prompt, Sample
 from aligner.errors import AlignerError, UnsupportedError
+from aligner.models.pipeline_stages import has_outer_weights_on_all_stages
 from aligner.models.shape import ModelShape
 from aligner.resharding.verify import compute_checksums, find_different
 from aligner.resharding.weight_update import ExpectedSlice, WeightFormat, WeightUpdate
@@ -370,8 +371,16 @@ _VLLM_VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of it."""
 
 
-def compute_weight_format(settings: EngineConfig, device: torch.device | str) -> WeightFormat:
-    """Return the format in which an engine with these settings, on a device, gets weights."""
+def compute_weight_format(
+    settings: EngineConfig, device: torch.device | str, family: str
+) -> WeightFormat:
+    """Return the format in which an engine gets weights.
+
+    Args:
+        settings: Section `engine` of the configuration.
+        device: Device of the engine's ranks.
+        family: Model family.
+    """
     layout = settings.parallel
     # TensorRT-LLM receives whole tensors on every GPU, and slices them itself.
     if settings.kind == "tensorrt_llm":
@@ -393,6 +402,7 @@ def compute_weight_format(settings: EngineConfig, device: torch.device | str) ->
             dtype,
             settings.bucket_mib * layout.tensor << 20,
             vocabulary_multiple=_VLLM_VOCABULARY_MULTIPLE,
+            has_outer_weights_on_all_stages=has_outer_weights_on_all_stages(family),
         )
     # The embedded engine receives weights in memory that it has for all tensors at once.
     return WeightFormat(layout, dtype, None)

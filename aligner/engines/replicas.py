@@ -1,9 +1,9 @@
 """Generate samples on the replicas of an engine.
 
-A replica is a group of `engine.parallel.tensor` ranks that hold one copy of the weights.
-`generate_in_parts` generates each replica's share of the samples and collects all samples on every
-rank. `EarlyStopCondition` is the condition under which generation stops before all samples are
-complete.
+A replica is a group of ranks that hold one copy of the weights: one for each tensor-parallel rank
+of each pipeline stage of the engine. `generate_in_parts` generates each replica's share of the
+samples and collects all samples on every rank. `EarlyStopCondition` is the condition under which
+generation stops before all samples are complete.
 """
 
 import logging
@@ -66,15 +66,15 @@ def create_replica_group(
 ) -> dist.ProcessGroup | None:
     """Return the process group of this rank's replica; None if each rank is its own replica.
     Collective."""
-    if layout.tensor == 1:
+    if layout.replica_ranks == 1:
         return None
     # `new_group` is collective over all ranks, including the ranks outside the new group, so every
     # rank creates the groups of all replicas.
     groups = []
-    for first in range(0, layout.ranks, layout.tensor):
-        ranks = list(range(first, first + layout.tensor))
+    for first in range(0, layout.ranks, layout.replica_ranks):
+        ranks = list(range(first, first + layout.replica_ranks))
         groups.append(dist.new_group(ranks, timeout=timeout))
-    return groups[rank // layout.tensor]
+    return groups[rank // layout.replica_ranks]
 
 
 def generate_in_parts(
@@ -132,7 +132,7 @@ def generate_in_parts(
     early_stop = early_stop or EarlyStopCondition(prompt_count)
 
     layout = settings.parallel
-    replica = rank // layout.tensor
+    replica = rank // layout.replica_ranks
     can_move_samples = layout.data > 1 and not starter.uses_local_state
     can_lose_replica = can_move_samples and engine.can_restart
     # The journal of an episode is on the replica that has begun it, also if the request is repeated
@@ -193,7 +193,7 @@ def generate_in_parts(
         share.cancel()
 
     # Only rank 0 of a replica has the samples. Those that no replica got stay unfinished.
-    leaders = [each * layout.tensor for each in range(layout.data)]
+    leaders = [each * layout.replica_ranks for each in range(layout.data)]
     collected = gather_samples(
         [share.generated[index] for index in router.get_assigned(replica)], leaders
     )

@@ -1,7 +1,9 @@
 """Checks that a model can run with a parallel layout, made before any process starts."""
 
+import dataclasses
 from collections.abc import Iterator
 
+from aligner.models.pipeline_stages import get_engine_stage_layers
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import compute_shard_size
 from aligner.schema import EngineParallelConfig, ParallelConfig, SpeculationConfig
@@ -83,6 +85,13 @@ def cache_bytes_per_sequence(
     return blocks * block_bytes + state_bytes_per_row(shape, tensor, itemsize)
 
 
+def iterate_engine_stages(shape: ModelShape, pipeline: int) -> Iterator[ModelShape]:
+    """Yield the shape of each pipeline stage of vLLM: that of the model, with the stage's layers."""
+    for stage in range(pipeline):
+        layers = get_engine_stage_layers(shape.num_layers, pipeline, stage)
+        yield dataclasses.replace(shape, layers=shape.layers[layers.start : layers.stop])
+
+
 def layout_problems(key: str, layout: ParallelConfig, shape: ModelShape) -> Iterator[str]:
     """Yield a message for each reason why a model cannot run with a layout.
 
@@ -110,6 +119,11 @@ def engine_problems(layout: EngineParallelConfig, shape: ModelShape) -> Iterator
     Unlike in the trainer, expert parallelism divides the tensor-parallel ranks.
     """
     yield from tensor_problems("engine.parallel", layout.tensor, shape)
+    if layout.pipeline > shape.num_layers:
+        yield (
+            f"engine.parallel.pipeline={layout.pipeline}: must be at most the model's"
+            f" {shape.num_layers} layers, because each stage needs at least one layer"
+        )
     key = f"engine.parallel.expert={layout.expert}"
     experts = shape.experts
     if experts is None:

@@ -1,4 +1,4 @@
-"""Division of a model's decoder layers into the stages of a pipeline.
+"""Division of a model's decoder layers into the stages of a pipeline, in the trainer and in vLLM.
 
 With `virtual_pipeline` chunks per stage (interleaved schedule), the layers are divided into
 stages x chunks parts, and chunk c of stage s is part c x stages + s (Narayanan et al. 2021,
@@ -81,6 +81,51 @@ def _head_cost(shape: ModelShape) -> float:
         widths += attention + factors * width
     # All of these matrices, and the head, have one dimension of the hidden size.
     return shape.vocab_size * shape.num_layers / widths
+
+
+def count_engine_stage_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Return the number of layers of each pipeline stage of vLLM.
+
+    vLLM's own division: the middle stages get the remainder, then also the first one, because the
+    first stage has the embedding, and the last one the head.
+
+    Args:
+        layers: Number of layers of the model.
+        stages: Number of stages.
+    """
+    sizes = [layers // stages] * stages
+    for index in range(layers % stages):
+        sizes[stages - 2 - index] += 1
+    return tuple(sizes)
+
+
+def get_engine_stage_layers(layers: int, stages: int, stage: int) -> range:
+    """Return the layers of a pipeline stage of vLLM; see `count_engine_stage_layers`."""
+    sizes = count_engine_stage_layers(layers, stages)
+    start = sum(sizes[:stage])
+    return range(start, start + sizes[stage])
+
+
+_FAMILIES_WITH_OUTER_WEIGHTS = (
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "gpt_oss",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+)
+
+
+def has_outer_weights_on_all_stages(family: str) -> bool:
+    """Return whether every pipeline stage of vLLM 0.32 holds the weights outside the layers.
+
+    The models of these families create their embedding, final norm and head on every stage,
+    although only the first or the last stage computes with them. The models of other families
+    create them where they are used.
+    """
+    return family in _FAMILIES_WITH_OUTER_WEIGHTS
 
 
 def find_similar_parts(sizes: Sequence[int], max_layers: int) -> dict[int, list[int]]:

@@ -17,7 +17,7 @@ from typing import Literal
 
 from aligner.errors import ConfigError
 from aligner.models.families import FUSED_PARTS, SCALAR_HEAD, WEIGHTS, Part, Weight
-from aligner.models.pipeline_stages import stage_layers
+from aligner.models.pipeline_stages import get_engine_stage_layers, stage_layers
 from aligner.models.shape import DeltaNet, LayerShape, ModelShape
 from aligner.schema import EngineParallelConfig, LoraConfig, ParallelConfig
 
@@ -462,12 +462,7 @@ def compute_trainer_slices(
     layers = {
         layer for chunk in stage_layers(shape, layout, rank_coordinates.pipeline) for layer in chunk
     }
-    # A pipeline with one stage is both first and last.
-    stage_names = {
-        name
-        for name, stage in (("first", 0), ("last", layout.pipeline - 1))
-        if stage == rank_coordinates.pipeline
-    }
+    stage_names = _name_stage(rank_coordinates.pipeline, layout.pipeline)
     experts = _count_experts(table)
 
     def holds(spec: TensorSpec) -> bool:
@@ -493,11 +488,13 @@ def compute_engine_slices(
     layout: EngineParallelConfig,
     rank: int,
     vocabulary_multiple: int = 1,
+    *,
+    has_outer_weights_on_all_stages: bool = False,
 ) -> dict[str, Slice]:
     """Return the slices that a rank of the engine holds, by the name of the weight.
 
-    Tensor parallelism varies fastest, replicas vary slowest. Consecutive tensor-parallel ranks
-    split the same experts.
+    Tensor parallelism varies fastest, then the pipeline stage; replicas vary slowest. Consecutive
+    tensor-parallel ranks split the same experts.
 
     Args:
         table: The model's weight table.
@@ -505,13 +502,22 @@ def compute_engine_slices(
         rank: Rank of the engine.
         vocabulary_multiple: The engine pads the vocabulary to a multiple of this number before
             splitting it.
+        has_outer_weights_on_all_stages: Whether every pipeline stage holds the weights outside the
+            layers; otherwise only the stages that use them.
     """
     tensor_rank = rank % layout.tensor
+    stage = rank // layout.tensor % layout.pipeline
     expert_rank, expert_tensor_rank = divmod(tensor_rank, layout.expert_tensor_size)
     experts = _count_experts(table)
+    stage_names = _name_stage(stage, layout.pipeline)
+    layers = get_engine_stage_layers(_count_layers(table), layout.pipeline, stage)
 
     def holds(spec: TensorSpec) -> bool:
-        return spec.expert is None or spec.expert * layout.expert // experts == expert_rank
+        if spec.layer is None:
+            return has_outer_weights_on_all_stages or bool(stage_names.intersection(spec.stages))
+        return spec.layer in layers and (
+            spec.expert is None or spec.expert * layout.expert // experts == expert_rank
+        )
 
     def rank_slice(spec: TensorSpec) -> Slice:
         if spec.expert is not None:
@@ -520,6 +526,17 @@ def compute_engine_slices(
         return compute_tensor_slice(spec, tensor_rank, layout.tensor, multiple)
 
     return {spec.name: rank_slice(spec) for spec in table if holds(spec)}
+
+
+def _name_stage(stage: int, stages: int) -> set[str]:
+    """Return the names of a stage in `TensorSpec.stages`; none for a middle stage."""
+    # A pipeline with one stage is both first and last.
+    return {name for name, index in (("first", 0), ("last", stages - 1)) if index == stage}
+
+
+def _count_layers(table: Iterable[TensorSpec]) -> int:
+    """Return the number of layers of a model."""
+    return 1 + max((spec.layer for spec in table if spec.layer is not None), default=-1)
 
 
 def _count_experts(table: Iterable[TensorSpec]) -> int:

@@ -65,8 +65,9 @@ def describe_layout(parallel: ParallelConfig) -> str:
 
 def _describe_engine_layout(parallel: EngineParallelConfig) -> str:
     """Return the engine's layout in the abbreviations of `describe_layout`."""
+    pipeline = f" PP{parallel.pipeline}" if parallel.pipeline > 1 else ""
     expert = f" EP{parallel.expert}" if parallel.expert > 1 else ""
-    return f"TP{parallel.tensor}{expert} DP{parallel.data}"
+    return f"TP{parallel.tensor}{pipeline}{expert} DP{parallel.data}"
 
 
 def build_placements(config: Config) -> tuple[Placement, ...]:

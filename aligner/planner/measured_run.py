@@ -292,7 +292,7 @@ def _placement_units(config: Config) -> dict[str, int]:
         "reward": config.reward,
         "teacher": config.teacher,
     }
-    units = {"generator": config.engine.parallel.tensor}
+    units = {"generator": config.engine.parallel.replica_ranks}
     for role, model in models.items():
         layout = model.parallel
         units[role] = layout.tensor * layout.pipeline * layout.context

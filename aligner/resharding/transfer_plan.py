@@ -175,6 +175,7 @@ def plan_resharding(
     first_engine_rank: int = 0,
     itemsize: int = 4,
     vocabulary_multiple: int = 1,
+    has_outer_weights_on_all_stages: bool = False,
 ) -> TransferPlan:
     """Return the plan from a trainer's layout to an engine's layout.
 
@@ -187,9 +188,12 @@ def plan_resharding(
         itemsize: Bytes per element during the transfer.
         vocabulary_multiple: Multiple to which the engine pads the vocabulary; see
             `compute_engine_slices`.
+        has_outer_weights_on_all_stages: Whether every pipeline stage of the engine holds the
+            weights outside the layers; see `compute_engine_slices`.
 
     Raises:
-        AlignerError: If a layout does not divide the model; the error names all such dimensions.
+        AlignerError: If a layout does not divide the model; the error names all such dimensions. If
+            no rank of the engine holds a weight; the error names all such weights.
     """
     if problems := [
         *layout_problems("actor.parallel", trainer, shape),
@@ -199,20 +203,23 @@ def plan_resharding(
             "the weights cannot be split by these parallel layouts:\n" + "\n".join(problems)
         )
     table = widen_specs(weight_table(shape), itemsize)
-    return plan_transfers(
-        table,
-        {
-            rank: compute_trainer_slices(table, shape, trainer, rank)
-            for rank in range(trainer.ranks)
-        },
-        {
-            first_engine_rank + rank: compute_engine_slices(
-                table, engine, rank, vocabulary_multiple
-            )
-            for rank in range(engine.ranks)
-        },
-        itemsize,
-    )
+    source = {
+        rank: compute_trainer_slices(table, shape, trainer, rank) for rank in range(trainer.ranks)
+    }
+    target = {
+        first_engine_rank + rank: compute_engine_slices(
+            table,
+            engine,
+            rank,
+            vocabulary_multiple,
+            has_outer_weights_on_all_stages=has_outer_weights_on_all_stages,
+        )
+        for rank in range(engine.ranks)
+    }
+    held_names = set[str]().union(*target.values())
+    if dropped_names := [spec.name for spec in table if spec.name not in held_names]:
+        raise AlignerError(f"no rank of the engine holds {', '.join(dropped_names)}")
+    return plan_transfers(table, source, target, itemsize)
 
 
 def plan_to_engine(
@@ -232,6 +239,7 @@ def plan_to_engine(
         first_engine_rank=first_engine_rank,
         itemsize=weight_format.dtype.itemsize,
         vocabulary_multiple=weight_format.vocabulary_multiple,
+        has_outer_weights_on_all_stages=weight_format.has_outer_weights_on_all_stages,
     )
 
 

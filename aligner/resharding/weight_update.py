@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from aligner.models.weight_slices import Slice, TensorSpec, compute_engine_slices
 from aligner.schema import EngineParallelConfig
 
 
@@ -23,6 +24,23 @@ class WeightFormat:
     exist at the same time."""
     vocabulary_multiple: int = 1
     """Multiple to which the engine pads the vocabulary before it shards the vocabulary."""
+    has_outer_weights_on_all_stages: bool = False
+    """Whether every pipeline stage of the engine holds the embedding, final norm and head."""
+
+    def compute_slices(self, table: tuple[TensorSpec, ...], rank: int) -> dict[str, Slice]:
+        """Return the slices that a rank of the engine receives, by the name of the weight.
+
+        Args:
+            table: The model's weight table.
+            rank: Rank of the engine.
+        """
+        return compute_engine_slices(
+            table,
+            self.layout,
+            rank,
+            self.vocabulary_multiple,
+            has_outer_weights_on_all_stages=self.has_outer_weights_on_all_stages,
+        )
 
 
 class WeightUpdate(Protocol):

@@ -15,7 +15,7 @@ class EngineParallelConfig:
     data: int = option(
         1,
         "Number of engine replicas (DP'); 0 means the trainer's number of ranks divided by"
-        " `engine.parallel.tensor`, rounded down.",
+        " `engine.parallel.tensor` times `engine.parallel.pipeline`, rounded down.",
         minimum=0,
     )
     expert: int = option(
@@ -26,11 +26,25 @@ class EngineParallelConfig:
         " `tensor`.",
         minimum=1,
     )
+    pipeline: int = option(
+        1,
+        "Pipeline-parallel size of the engine (PP'): number of stages that the layers of a replica"
+        " are distributed over. Only vLLM supports more than 1.",
+        minimum=1,
+    )
+
+    @property
+    def replica_ranks(self) -> int:
+        """Number of processes of a replica.
+
+        Ranks of a replica are adjacent; tensor parallelism varies fastest, then the stage.
+        """
+        return self.tensor * self.pipeline
 
     @property
     def ranks(self) -> int:
         """Number of processes that the engine spans."""
-        return self.tensor * self.data
+        return self.replica_ranks * self.data
 
     @property
     def expert_tensor_size(self) -> int:

@@ -288,7 +288,7 @@ class GeneratorRank:
             start = time.perf_counter()
             results = gather_json(dataclasses.asdict(run_probe(self._engine, self._probe)))
             # All ranks of a replica have the same result.
-            answer["probe"] = results[:: self._settings.parallel.tensor]
+            answer["probe"] = results[:: self._settings.parallel.replica_ranks]
             answer["probe_seconds"] = time.perf_counter() - start
         return answer
 

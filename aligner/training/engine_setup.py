@@ -100,7 +100,9 @@ def _build_remote_publisher(
     world = policy.world
     # The generator computes the same format from the same configuration, so that both sides derive
     # the same transfer plan without exchanging it.
-    generator_format = compute_weight_format(config.engine, world.device)
+    generator_format = compute_weight_format(
+        config.engine, world.device, policy.runner.shape.family
+    )
     plan = plan_between_worlds(policy.runner.shape, config.actor.parallel, generator_format)
     return RemotePublisher(
         plan,

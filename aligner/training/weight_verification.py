@@ -143,7 +143,7 @@ class VerifyingPublisher:
         self._engine = engine
         self._probe = probe
         self._verify = config.engine.verify
-        self._replica_ranks = config.engine.parallel.tensor
+        self._replica_ranks = config.engine.parallel.replica_ranks
         self._listener = listener
         self._probe_stats: tuple[float, float] | None = None
         """Duration in seconds and maximum difference of the last probe."""

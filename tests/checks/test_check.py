@@ -186,6 +186,27 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
             ),
         ),
         (
+            ["actor.parallel.data=4", "engine.parallel.pipeline=4", "engine.parallel.data=1"],
+            "engine.parallel.pipeline=4: must be 1 with engine.kind=embedded, because only vLLM",
+        ),
+        (
+            ["engine=vllm", "actor.parallel.data=6", "engine.parallel.pipeline=6"],
+            "engine.parallel.pipeline=6: must be at most the model's 4 layers",
+        ),
+        (
+            ["engine=vllm", "actor.parallel.data=4", "engine.parallel.pipeline=2"]
+            + ["engine.parallel.data=1"],
+            (
+                "tensor=1 x pipeline=2 x data=1 is 2 ranks, but a colocated engine must use all 4"
+                " ranks of the trainer; tensor x data can be 1x2 or 2x1"
+            ),
+        ),
+        (
+            ["engine=vllm", "actor.parallel.data=3", "engine.parallel.pipeline=2"],
+            "is 2 ranks, but a colocated engine must use all 3 ranks of the trainer;"
+            " engine.parallel.pipeline must divide 3",
+        ),
+        (
             ["reward.parallel.data=2"],
             "reward.parallel: got 2 ranks, must be 1, because no reward source is a model",
         ),

@@ -90,7 +90,8 @@ def find_invalid(**settings: Any) -> list[str]:
         ("quantization", "a weight sync cannot load the trainer's weights into quantized layers"),
         ("logprobs_mode", "aligner computes the log-probs in vLLM's workers"),
         ("speculative_config", "the log-probs of this sampler of vLLM are not those"),
-        ("pipeline_parallel_size", "aligner starts one worker of vLLM for each rank"),
+        ("pipeline_parallel_size", "aligner sets it; set engine.parallel.pipeline"),
+        ("nnodes", "aligner starts one worker of vLLM for each rank"),
         ("enable_expert_parallel", "aligner sets it; set engine.parallel.expert"),
         ("enable_eplb", "a weight sync sends each worker consecutive experts"),
         ("kv_transfer_config", "a KV cache outside the engine would survive a weight sync"),
@@ -108,6 +109,22 @@ def test_argument_that_fails_on_cpus_is_refused_there_only(name: str) -> None:
     (problem,) = refuse(args={name: True})
     assert problem.startswith(f"engine.vllm.args.{name}: is refused, because ")
     assert not refuse(args={name: True}, on_gpus=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("async_scheduling", True, "the model runner of vLLM that aligner uses does not support"),
+        ("enable_dbo", True, "vLLM does not support dual batch overlap with pipeline parallelism"),
+        ("async_scheduling", False, ""),
+    ],
+)
+def test_argument_is_refused_with_a_pipeline_only(name: str, value: bool, message: str) -> None:
+    settings = VLLMConfig(args={name: value})
+    problems = [*find_refused_arguments(settings, on_gpus=True, has_pipeline=True)]
+    assert len(problems) == bool(message)
+    assert all(message in problem for problem in problems)
+    assert not refuse(args={name: value}, on_gpus=True)
 
 
 @pytest.mark.parametrize(

@@ -154,27 +154,30 @@ def file_tensors(directory: Path) -> dict[str, Tensor]:
 def write(
     engine: GenerationEngine, update: WeightUpdate, directory: Path, leave_out: str = ""
 ) -> None:
-    """Load this rank's slices of a directory's tensors, in groups of at most `group_bytes`."""
+    """Load this rank's slices of a directory's tensors, in groups of at most `group_bytes`.
+
+    The groups contain whole tensors, so that they are the same on all ranks of a replica.
+    """
     to, table = engine.weight_format, weight_table(shape_of(directory))
     rank = dist.get_rank() if dist.is_initialized() else 0
-    slices = dict(
-        read_slices(
-            directory, table, compute_engine_slices(table, to.layout, rank, to.vocabulary_multiple)
-        )
-    )
-    slices.pop(leave_out, None)
+    slices = dict(read_slices(directory, table, to.compute_slices(table, rank)))
     groups: list[list[str]] = [[]]
-    for name, piece in slices.items():
-        if to.group_bytes is not None and groups[-1]:
-            held = sum(slices[one].nbytes for one in groups[-1])
-            if held + piece.nbytes > to.group_bytes:
-                groups.append([])
-        groups[-1].append(name)
+    held = 0
+    for spec in table:
+        if spec.name == leave_out:
+            continue
+        size = spec.numel * to.dtype.itemsize
+        if to.group_bytes is not None and groups[-1] and held + size > to.group_bytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(spec.name)
+        held += size
     for group in groups:
-        views = update.views(group)
-        for name in group:
+        own = [name for name in group if name in slices]
+        views = update.views(own)
+        for name in own:
             views[name].copy_(slices[name])
-        update.load(group)
+        update.load(own)
 
 
 def publish(

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 
 from aligner.models.hugging_face import read_config
 from aligner.models.layouts import engine_problems, layout_problems
-from aligner.models.pipeline_stages import count_part_layers, stage_layers
+from aligner.models.pipeline_stages import (
+    count_engine_stage_layers,
+    count_part_layers,
+    get_engine_stage_layers,
+    stage_layers,
+)
 from aligner.models.weight_slices import (
     Slice,
     compute_coordinates,
@@ -340,6 +345,46 @@ def test_engine_ranks_hold_each_expert_equally_often():
                     shape = cut_shape(spec.shape, piece.axis, piece.start, piece.stop)
                     counts[spec.name] += math.prod(shape)
         assert counts == {spec.name: layout.data * spec.numel for spec in experts}
+
+
+@pytest.mark.parametrize("stages", [2, 3, 5])
+def test_engine_stages_divide_layers_like_vllm(stages):
+    sizes = count_engine_stage_layers(8, stages)
+    assert sizes == {2: (4, 4), 3: (3, 3, 2), 5: (1, 2, 2, 2, 1)}[stages]
+    layers = [get_engine_stage_layers(8, stages, stage) for stage in range(stages)]
+    assert [layer for stage in layers for layer in stage] == list(range(8))
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_engine_stage_holds_its_layers_and_the_weights_that_it_uses(is_tied):
+    shape = dataclasses.replace(DENSE, tied_embeddings=is_tied)
+    table = weight_table(shape)
+    layout = EngineParallelConfig(tensor=2, pipeline=3, data=2)
+    embedding, norm = "model.embed_tokens.weight", "model.norm.weight"
+    outer = {0: {embedding}, 1: set(), 2: {norm, embedding if is_tied else "lm_head.weight"}}
+    for rank in range(layout.ranks):
+        slices = compute_engine_slices(table, layout, rank)
+        stage = rank // 2 % 3
+        layers = get_engine_stage_layers(8, 3, stage)
+        held = {spec for spec in table if spec.name in slices}
+        assert {spec.layer for spec in held if spec.layer is not None} == set(layers)
+        assert {spec.name for spec in held if spec.layer is None} == outer[stage]
+        replica = compute_engine_slices(table, layout, rank % 6)
+        assert slices == replica
+        flat = compute_engine_slices(table, EngineParallelConfig(tensor=2), rank % 2)
+        assert all(flat[name] == piece for name, piece in slices.items())
+
+
+def test_engine_stages_may_all_hold_the_weights_outside_the_layers():
+    table = weight_table(EXPERTS)
+    layout = EngineParallelConfig(tensor=2, expert=2, pipeline=4)
+    outer = {spec.name for spec in table if spec.layer is None}
+    for rank in range(layout.ranks):
+        slices = compute_engine_slices(table, layout, rank, has_outer_weights_on_all_stages=True)
+        assert outer <= slices.keys()
+        held = [spec for spec in table if spec.name in slices and spec.expert is not None]
+        assert {spec.expert for spec in held} == ({0, 1} if rank % 2 == 0 else {2, 3})
+        assert {spec.layer for spec in held} == set(range(rank // 2 * 2, rank // 2 * 2 + 2))
 
 
 def test_engine_slices_exclude_vocabulary_padding():

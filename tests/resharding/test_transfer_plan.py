@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aligner.errors import AlignerError
 from aligner.models.weight_slices import Slice, TensorSpec
-from aligner.resharding import transport
+from aligner.resharding import transfer_plan, transport
 from aligner.resharding.transfer_plan import TransferPlan, extent, plan_resharding, plan_transfers
 from aligner.schema import EngineParallelConfig, ParallelConfig
 from tests.resharding.layouts import cut, tiny_shape, whole_weights
@@ -74,14 +74,22 @@ def plans(draw) -> TransferPlan:
     )
     assume(tensor * data * context % (trainer.expert * trainer.expert_tensor_size) == 0)
     engine = EngineParallelConfig(
-        tensor=draw(SIZES), data=draw(SIZES), expert=draw(SIZES) if shape.num_experts else 1
+        tensor=draw(SIZES),
+        data=draw(SIZES),
+        expert=draw(SIZES) if shape.num_experts else 1,
+        pipeline=draw(st.sampled_from([1, 1, 3, 4])),
     )
     assume(engine.tensor % engine.expert == 0)
     first = draw(st.sampled_from([0, trainer.ranks]))
     # with 24, ranks have different numbers of the 32 rows, or one rank has only padding
     padding = draw(st.sampled_from([1, 24]))
     return plan_resharding(
-        shape, trainer, engine, first_engine_rank=first, vocabulary_multiple=padding
+        shape,
+        trainer,
+        engine,
+        first_engine_rank=first,
+        vocabulary_multiple=padding,
+        has_outer_weights_on_all_stages=draw(st.booleans()),
     )
 
 
@@ -171,6 +179,21 @@ def test_groups_partition_plan_into_consecutive_tensors(plan, limit):
                 for spec in group.table
                 if spec.name in plan.target[rank]
             }
+
+
+def test_weight_that_no_engine_rank_holds_is_an_error(monkeypatch):
+    """For example if the engine's stages had fewer layers than the model."""
+    compute = transfer_plan.compute_engine_slices
+    dropped = "model.layers.3.mlp.up_proj.weight"
+
+    def compute_all_but_one(*args, **kwargs):
+        slices = compute(*args, **kwargs)
+        slices.pop(dropped, None)
+        return slices
+
+    monkeypatch.setattr(transfer_plan, "compute_engine_slices", compute_all_but_one)
+    with pytest.raises(AlignerError, match=f"no rank of the engine holds {dropped}"):
+        make_plan(ParallelConfig(pipeline=2), EngineParallelConfig(pipeline=2))
 
 
 def test_rank_labels_contain_their_role():

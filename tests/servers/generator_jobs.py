@@ -66,10 +66,11 @@ class Trainer:
         """Connect to a generator; `connect` makes the generator join, and returns a future."""
         self._config = config
         self._tensors: dict[str, Tensor] = {}
+        shape = read_shape(model_directory(config))
         plan = plan_between_worlds(
-            read_shape(model_directory(config)),
+            shape,
             config.actor.parallel,
-            compute_weight_format(config.engine, "cpu"),
+            compute_weight_format(config.engine, "cpu", shape.family),
         )
         self._store = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT
@@ -219,7 +220,7 @@ def sync_with_probe(
         lambda version: submit("receive", version=version),
     )
     shape = read_shape(model_directory(config))
-    weight_format = compute_weight_format(config.engine, "cpu")
+    weight_format = compute_weight_format(config.engine, "cpu", shape.family)
     probe = ReferenceProbe(config, wrong_version)
     publisher = RemotePublisher(
         plan_between_worlds(shape, config.actor.parallel, weight_format),

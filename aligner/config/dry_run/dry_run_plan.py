@@ -141,12 +141,14 @@ def build_tiny_run(
         models: Shapes of the models of the run.
         unreachable: Addresses of HTTP scorers and judges that do not answer.
     """
-    # The teacher gets one rank, and the critic starts from the policy, before layouts are reduced.
+    # The teacher gets one rank, the critic starts from the policy, and the engine has no pipeline
+    # stages, before layouts are reduced.
     # The order matters: later settings depend on the layouts, lengths and batches before them.
     run_config = with_values(
         run_config,
         tiny_settings.build_critic_settings(run_config, models)
-        | tiny_settings.build_teacher_settings(run_config),
+        | tiny_settings.build_teacher_settings(run_config)
+        | tiny_settings.build_engine_layout(run_config),
     )
     config = with_fitting_layouts(run_config)
     config, tiny = with_tiny_models(config, run_config, models)

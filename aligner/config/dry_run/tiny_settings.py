@@ -120,6 +120,19 @@ def build_local_settings(config: Config) -> Values:
     }
 
 
+def build_engine_layout(config: Config) -> Values:
+    """Return the layout of the embedded engine, which has no pipeline stages.
+
+    A generator has fewer ranks than in the run; a colocated engine has more replicas instead.
+    """
+    layout = config.engine.parallel
+    if layout.pipeline == 1:
+        return {}
+    is_colocated = config.engine.placement == "colocated"
+    replicas = layout.data * layout.pipeline if is_colocated else layout.data
+    return {"engine.parallel.pipeline": 1, "engine.parallel.data": replicas}
+
+
 def build_teacher_settings(config: Config) -> Values:
     """Return the layout of the teacher: one rank.
 

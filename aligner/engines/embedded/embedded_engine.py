@@ -106,9 +106,8 @@ class EmbeddedEngine(GenerationEngine):
             )
         if settings.exact:
             batch_invariant.require_batch_invariance(shape)
-        super().__init__(
-            shape, settings, compute_weight_format(settings, device), tokenizer_directory
-        )
+        weight_format = compute_weight_format(settings, device, shape.family)
+        super().__init__(shape, settings, weight_format, tokenizer_directory)
         self._device = torch.device(device)
         self._shared = shared
         self._dtype = self.weight_format.dtype

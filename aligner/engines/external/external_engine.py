@@ -23,7 +23,6 @@ from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import (
     Slice,
     TensorSpec,
-    compute_engine_slices,
     cut_shape,
     group_by_stored_tensor,
     weight_table,
@@ -53,7 +52,7 @@ class WeightPiece:
 
 
 class ExternalEngine(GenerationEngine):
-    """A `GenerationEngine` that runs an external program with TP' workers per replica.
+    """A `GenerationEngine` that runs an external program with a worker per rank.
 
     The workers are processes of the program. The first rank of a replica controls them through a
     `Client`. The other ranks pass weights to the workers, and otherwise only take part in the
@@ -84,19 +83,19 @@ class ExternalEngine(GenerationEngine):
             settings: Section `engine` of the configuration.
             weight_format: Format in which the engine receives weights.
             rank: Rank of this process in the engine.
-            group: The TP' ranks of this rank's replica, in order; None if TP' is 1.
+            group: The ranks of this rank's replica, in order; None if there is only one.
             device: Device of this rank.
             max_sequence_length: Maximum length of prompt and response in tokens; None: the model's
                 maximum.
 
         Raises:
-            AlignerError: TP' is greater than 1 and `group` is missing.
+            AlignerError: The replica has several ranks and `group` is missing.
         """
-        tensor_size = settings.parallel.tensor
-        if tensor_size > 1 and group is None:
+        replica_ranks = settings.parallel.replica_ranks
+        if replica_ranks > 1 and group is None:
             raise AlignerError(
-                f"engine.parallel.tensor={tensor_size}: requires the process group of the replica's"
-                " ranks, got None"
+                f"engine.parallel: a replica has {replica_ranks} ranks, which requires the process"
+                " group of these ranks, got None"
             )
         # The program allocates memory for sequences of the maximum length, and `check` rejects
         # longer ones; both read the limit from the shape.
@@ -115,7 +114,7 @@ class ExternalEngine(GenerationEngine):
         `engine.publish=changes`, because the next update then contains only changed elements."""
         self._device = torch.device(device)
         # Ranks of a replica are adjacent in the engine.
-        self._replica = Replica(name, rank % tensor_size, tensor_size, group)
+        self._replica = Replica(name, rank % replica_ranks, replica_ranks, group)
         self._rank = rank
         self._version: int | None = None
         self._is_cache_asleep = False
@@ -398,16 +397,12 @@ class StreamedUpdate:
         self._replica = engine._replica
         self._device = engine._device
         weight_format = engine.weight_format
-        self._slices = compute_engine_slices(
-            engine._weight_table,
-            weight_format.layout,
-            engine._rank,
-            weight_format.vocabulary_multiple,
-        )
+        self._slices = weight_format.compute_slices(engine._weight_table, engine._rank)
         self._specs = {
             spec.name: spec for spec in engine._weight_table if spec.name in self._slices
         }
-        """The tensors of which this rank has a slice, by name: not the experts of other ranks."""
+        """The tensors of which this rank has a slice, by name: not the layers and experts of other
+        ranks."""
         self._missing_tensors = group_by_stored_tensor(self._specs.values())
         """Stored tensors that are not loaded yet, with the tensors that they consist of."""
         self._views: dict[str, Tensor] = {}

@@ -31,8 +31,8 @@ def gather_gpus(replica: Replica, device: torch.device) -> list[dict[str, Any]]:
     # The workers read the ranks' weights from shared memory, which does not span machines.
     if len(hosts) > 1:
         raise AlignerError(
-            f"engine.parallel.tensor={replica.size}: all ranks of a replica must run on one"
-            f" machine, got {', '.join(hosts)}"
+            f"engine.parallel: all {replica.size} ranks of a replica must run on one machine, got"
+            f" {', '.join(hosts)}"
         )
     return gpus
 

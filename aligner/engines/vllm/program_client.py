@@ -32,7 +32,8 @@ from aligner.engines.engine_protocol import (
 from aligner.engines.external.client import Client, shut_down_on_failure
 from aligner.engines.external.responses import Response, ResponseGenerator
 from aligner.errors import AlignerError, EngineExited
-from aligner.models.layouts import cache_bytes_per_token
+from aligner.models.layouts import cache_bytes_per_token, iterate_engine_stages
+from aligner.models.pipeline_stages import count_engine_stage_layers
 from aligner.models.shape import Experts, ModelShape
 from aligner.schema import EngineConfig
 from aligner.triton_cleanup import kill_processes
@@ -337,7 +338,7 @@ def _raise_on_error(answer: Mapping[str, Any], description: str) -> None:
 
 
 class VLLMClient(Client):
-    """Client of one vLLM instance with one worker per tensor-parallel rank."""
+    """Client of one vLLM instance with one worker per rank of the replica."""
 
     def __init__(
         self,
@@ -372,7 +373,8 @@ class VLLMClient(Client):
         self._vocabulary_files: dict[GrammarVocabulary, Path] = {}
         """Files that the workers read the tokens' bytes from, for guided decoding."""
         with shut_down_on_failure(NAME, self.shutdown):
-            self._program = Program(python, _build_environment(os.environ, settings, gpus))
+            environment = _build_environment(os.environ, settings, shape.num_layers, gpus)
+            self._program = Program(python, environment)
             self._exit_stack.callback(self._program.terminate)
             arguments = _build_engine_arguments(
                 directory, shape, settings, seed, dtype, on_gpus=bool(gpus)
@@ -418,7 +420,7 @@ class VLLMClient(Client):
         """Load tensors, or finish the weight update.
 
         Args:
-            handles: Handles of the shared memory by tensor-parallel rank; None finishes the update
+            handles: Handles of the shared memory by rank of the replica; None finishes the update
                 and clears the KV cache.
         """
         if handles is None:
@@ -546,7 +548,7 @@ def _describe_pass_through(settings: EngineConfig) -> str:
 
 
 def _build_environment(
-    environ: Mapping[str, str], settings: EngineConfig, gpus: Sequence[str]
+    environ: Mapping[str, str], settings: EngineConfig, num_layers: int, gpus: Sequence[str]
 ) -> dict[str, str]:
     """Return the environment in which vLLM starts.
 
@@ -556,6 +558,7 @@ def _build_environment(
     Args:
         environ: Environment variables of this process.
         settings: Section `engine` of the configuration.
+        num_layers: Number of layers of the model.
         gpus: Names of the workers' GPUs in CUDA_VISIBLE_DEVICES; empty if vLLM runs on CPUs.
     """
     excluded_variables = (
@@ -588,6 +591,10 @@ def _build_environment(
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }
+    if settings.parallel.pipeline > 1:
+        # The stages must have the layers whose weights the transfer plan sends to them.
+        stage_layers = count_engine_stage_layers(num_layers, settings.parallel.pipeline)
+        environment["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, stage_layers))
     return environment | format_environment(settings.vllm)
 
 
@@ -619,14 +626,19 @@ def _build_engine_arguments(
         block_tokens = user_arguments.get("block_size") or _CPU_BLOCK_TOKENS
         sequence_blocks = -(-shape.max_positions // block_tokens)
         tokens = block_tokens * (sequence_blocks * settings.batch_size + 1)
-        token_bytes = cache_bytes_per_token(shape, settings.parallel.tensor, dtype.itemsize)
+        # Each worker gets the same number of bytes, which must suffice for the largest stage.
+        token_bytes = max(
+            cache_bytes_per_token(stage, settings.parallel.tensor, dtype.itemsize)
+            for stage in iterate_engine_stages(shape, settings.parallel.pipeline)
+        )
         cache_bytes = tokens * token_bytes
 
     arguments = {
         "model": str(directory),
         "dtype": str(dtype).removeprefix("torch."),
         "tensor_parallel_size": settings.parallel.tensor,
-        # vLLM then distributes the experts over all ranks of the replica.
+        "pipeline_parallel_size": settings.parallel.pipeline,
+        # vLLM then distributes the experts over all ranks of a pipeline stage.
         "enable_expert_parallel": settings.parallel.expert > 1,
         "max_model_len": shape.max_positions,
         "max_num_seqs": settings.batch_size,

@@ -36,7 +36,8 @@ class VLLMEngine(ExternalEngine):
     """Generation engine that runs vLLM.
 
     Each worker reads the weight slices of the rank with the same index from that rank's memory, and
-    loads them through vLLM's own weight loading interface.
+    loads them through vLLM's own weight loading interface. The workers are numbered like the ranks:
+    tensor parallelism varies fastest, then the pipeline stage.
     """
 
     def __init__(
@@ -57,9 +58,9 @@ class VLLMEngine(ExternalEngine):
             directory: Directory with the model's config.json.
             shape: Dimensions of the model.
             settings: Section `engine` of the configuration.
-            rank: Rank of this process among the engine's TP' x DP' ranks.
+            rank: Rank of this process among the engine's TP' x PP' x DP' ranks.
             seed: Seed of the random streams.
-            group: The TP' ranks of this replica, in order; None if TP' is 1.
+            group: The TP' x PP' ranks of this replica, in order; None if there is only one.
             device: Device of this rank.
             max_sequence_length: Maximum length of prompt and response in tokens; None: the model's
                 maximum.
@@ -68,7 +69,7 @@ class VLLMEngine(ExternalEngine):
             AlignerError: vLLM did not start, or the replica's GPUs are on several machines; raised
                 on every rank.
         """
-        engine_format = compute_weight_format(settings, device)
+        engine_format = compute_weight_format(settings, device, shape.family)
         super().__init__(
             NAME,
             directory,
@@ -131,6 +132,9 @@ class VLLMEngine(ExternalEngine):
             )
 
     def _share_pieces(self, pieces: Sequence[WeightPiece]) -> dict[str, Any]:
+        # A pipeline stage or an expert-parallel rank may have no weight of this group.
+        if not pieces:
+            return {}
         slices = [_build_tensor_slice(piece) for piece in pieces]
         self._shared_slices = SharedSlices(slices, self._allocate_memory)
         # JSON keys are strings.

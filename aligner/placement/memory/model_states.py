@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from aligner.models.pipeline_stages import stage_layers
+from aligner.models.pipeline_stages import has_outer_weights_on_all_stages, stage_layers
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import (
     Head,
@@ -273,17 +273,26 @@ def _count_optimizer_share(counts: WeightCounts, layout: ParallelConfig) -> int:
 
 
 @lru_cache(maxsize=64)
-def count_engine_weights(shape: ModelShape, tensor: int, expert: int = 1) -> int:
+def count_engine_weights(
+    shape: ModelShape, tensor: int, expert: int = 1, pipeline: int = 1, stage: int = 0
+) -> int:
     """Return the number of weights on a rank of an engine.
 
     Args:
         shape: Dimensions of the model.
         tensor: Tensor-parallel size of the engine.
         expert: Expert-parallel size of the engine.
+        pipeline: Pipeline-parallel size of the engine; above 1, the engine is vLLM.
+        stage: Pipeline stage of the rank.
     """
-    layout = EngineParallelConfig(tensor=tensor, expert=expert)
+    layout = EngineParallelConfig(tensor=tensor, expert=expert, pipeline=pipeline)
     table = {spec.name: spec for spec in weight_table(shape)}
-    slices = compute_engine_slices(tuple(table.values()), layout, 0)
+    slices = compute_engine_slices(
+        tuple(table.values()),
+        layout,
+        stage * tensor,
+        has_outer_weights_on_all_stages=has_outer_weights_on_all_stages(shape.family),
+    )
     return sum(
         math.prod(cut_shape(table[name].shape, piece.axis, piece.start, piece.stop))
         for name, piece in slices.items()

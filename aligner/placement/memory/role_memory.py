@@ -11,7 +11,11 @@ from dataclasses import dataclass, replace
 from rich import box
 from rich.table import Table
 
-from aligner.models.layouts import cache_bytes_per_sequence, choose_block_tokens
+from aligner.models.layouts import (
+    cache_bytes_per_sequence,
+    choose_block_tokens,
+    iterate_engine_stages,
+)
 from aligner.models.model_source import (
     NOTHING_EXPECTED,
     ExpectedInputs,
@@ -126,7 +130,12 @@ def compute_role_memory(
         )
     ]
     if has_generator(config):
-        roles.append(_compute_generator_memory(config, shape))
+        engine_stages = range(config.engine.parallel.pipeline)
+        roles.append(
+            _select_peak_stage(
+                [_compute_generator_memory(config, shape, stage) for stage in engine_stages]
+            )
+        )
     rewards = list(reward_shapes(config, expected).values())
     if config.algorithm.has_critic:
         critic = critic_shape(config, shape, expected)
@@ -288,23 +297,36 @@ class EngineMemory:
 
 
 def compute_engine_memory(
-    config: Config, shape: ModelShape, *, stage: int = 0, other_bytes: int = 0
+    config: Config,
+    shape: ModelShape,
+    *,
+    engine_stage: int | None = None,
+    stage: int = 0,
+    other_bytes: int = 0,
 ) -> EngineMemory:
     """Return the memory of an engine's rank.
 
     Args:
         config: The run's configuration.
         shape: Dimensions of the policy.
+        engine_stage: Pipeline stage of the engine; None is the stage with the most weights.
         stage: Pipeline stage of the trainer on the same device, for a colocated engine.
         other_bytes: Bytes that other components use on the device.
     """
     engine = config.engine
     device = get_device(config, engine.precision)
-    tensor = engine.parallel.tensor
+    layout = engine.parallel
+    tensor = layout.tensor
     itemsize = device.itemsize
     bucket = engine.bucket_mib << 20
 
-    rank_weights = count_engine_weights(shape, tensor, engine.parallel.expert)
+    weights_by_stage = [
+        count_engine_weights(shape, tensor, layout.expert, layout.pipeline, index)
+        for index in range(layout.pipeline)
+    ]
+    if engine_stage is None:
+        engine_stage = weights_by_stage.index(max(weights_by_stage))
+    rank_weights = weights_by_stage[engine_stage]
     weights = itemsize * rank_weights
     if engine.update == "shared":
         weights -= itemsize * count_shared_weights(shape, config.actor.parallel, stage, tensor)
@@ -331,9 +353,9 @@ def compute_engine_memory(
     logits = count_concurrent_rows(config) * shape.vocab_size * (4 + itemsize / tensor)
     work = int(max(compute_forward_work_bytes(shape, tensor, tokens, itemsize), logits))
     used_bytes = weights + transfer + work + other_bytes
-    return EngineMemory(
-        weights, transfer, _compute_cache_bytes(config, shape, itemsize, used_bytes), work
-    )
+    cached_shape = [*iterate_engine_stages(shape, layout.pipeline)][engine_stage]
+    cache = _compute_cache_bytes(config, cached_shape, itemsize, used_bytes)
+    return EngineMemory(weights, transfer, cache, work)
 
 
 def _compute_cache_bytes(config: Config, shape: ModelShape, itemsize: int, used_bytes: int) -> int:
@@ -344,7 +366,7 @@ def _compute_cache_bytes(config: Config, shape: ModelShape, itemsize: int, used_
 
     Args:
         config: The run's configuration.
-        shape: Dimensions of the policy.
+        shape: Dimensions of the layers of the engine's pipeline stage.
         itemsize: Bytes of a number.
         used_bytes: Bytes of the device that are used for other purposes.
     """
@@ -387,9 +409,9 @@ def count_concurrent_rows(config: Config) -> int:
     return min(config.engine.batch_size, math.ceil(samples / config.engine.parallel.data))
 
 
-def _compute_generator_memory(config: Config, shape: ModelShape) -> RoleMemory:
-    """Return the memory of a generator rank."""
-    engine = compute_engine_memory(config, shape)
+def _compute_generator_memory(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
+    """Return the memory of a generator rank of a pipeline stage."""
+    engine = compute_engine_memory(config, shape, engine_stage=stage)
     phases = (
         Phase("generation", activations=engine.work, cache=engine.cache, engine=engine.weights),
         Phase("weight sync", cache=engine.cache, engine=engine.weights + engine.transfer),
@@ -567,8 +589,9 @@ def find_memory_problems(
 def _suggest_keys(config: Config, role: str) -> str:
     """Return the keys with which a role needs less device memory."""
     section = {"trainer": "actor", "generator": "engine"}.get(role, role)
-    # The engine has no pipeline parallelism.
-    pipeline_key = "" if section == "engine" else f" or {section}.parallel.pipeline"
+    # Among the engines, only vLLM has pipeline parallelism.
+    has_pipeline = section != "engine" or config.engine.kind == "vllm"
+    pipeline_key = f" or {section}.parallel.pipeline" if has_pipeline else ""
     keys = [f"more ranks in {section}.parallel.tensor{pipeline_key}"]
     if section in ("actor", "critic"):
         uses_muon = (config.actor if section == "actor" else config.critic).optimizer.kind == "muon"

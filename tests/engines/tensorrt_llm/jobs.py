@@ -79,7 +79,9 @@ def publish_and_generate(
         engine = _engine(directory, layout)
         _publisher(actor, engine, shape).publish(1)
         known = compute_weight_format(
-            dataclasses.replace(engines.SETTINGS, kind="tensorrt_llm", parallel=layout), "cpu"
+            dataclasses.replace(engines.SETTINGS, kind="tensorrt_llm", parallel=layout),
+            "cpu",
+            shape.family,
         )
         samples = generate(engine, engines.requests(2), SamplingOptions(6, temperature=0.9))
         greedy = generate(engine, engines.requests(), SamplingOptions(6, greedy=True))

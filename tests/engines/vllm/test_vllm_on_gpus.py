@@ -61,7 +61,7 @@ def start(monkeypatch: pytest.MonkeyPatch, rank: int, **settings: Any) -> vllm_e
     chosen = EngineConfig(
         kind="vllm", update="in_place", vllm=VLLMConfig(python=sys.executable), **settings
     )
-    if chosen.parallel.tensor > 1:
+    if chosen.parallel.replica_ranks > 1:
         monkeypatch.setattr("aligner.engines.external.external_engine.Replica", OtherRanks)
         monkeypatch.setattr(OtherRanks, "first", rank)
         monkeypatch.setattr(
@@ -103,10 +103,22 @@ def test_replica_on_two_machines_is_refused(pretended, monkeypatch):
     monkeypatch.setattr(OtherRanks, "hosts", ("one", "other"))
     with pytest.raises(
         AlignerError,
-        match=r"engine\.parallel\.tensor=2: .* must run on one machine, got one, other",
+        match=r"engine\.parallel: all 2 ranks .* must run on one machine, got one, other",
     ):
         start(monkeypatch, 0, parallel=EngineParallelConfig(tensor=2, data=1))
     assert not pretended
+
+
+def test_each_stage_of_a_pipeline_has_the_gpu_of_its_rank(pretended, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(OtherRanks, "hosts", ("one",) * 4)
+    layout = EngineParallelConfig(tensor=2, pipeline=2, data=2)
+    start(monkeypatch, 4, parallel=layout)._replica.client.shutdown()
+    (given,) = pretended
+    assert given["environment"]["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    assert given["settings"]["pipeline_parallel_size"] == 2
+    stage_layers = given["environment"]["VLLM_PP_LAYER_PARTITION"].split(",")
+    assert sum(map(int, stage_layers)) == SHAPE.num_layers
 
 
 @pytest.mark.parametrize("sleep", [True, False])

@@ -1,7 +1,7 @@
 """Extension of vLLM's workers: receives weights and adapts the sampler.
 
-vLLM's workers import this module. A worker receives its weights through memory that the trainer's
-rank of the same tensor-parallel index shares.
+vLLM's workers import this module. A worker receives its weights through memory that the rank of
+aligner's replica with the same index shares.
 
 A worker gets only the slices that it needs, each in a tensor of the whole shape. vLLM slices, fuses
 and pads these tensors in the same way as tensors from a file. The platform of the worker may store
@@ -19,7 +19,7 @@ import grammar_processor
 import held_weights
 import torch
 from torch import Tensor
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_world_group
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -63,9 +63,10 @@ class SharedTensors(WeightTransferUpdateInfo):
     """Some of the model's tensors, as one message of a weight update."""
 
     of_ranks: dict[str, dict[str, Any]]
-    """Handles of `weight_memory.SharedSlices` by the tensor-parallel rank that needs the slices.
+    """Handles of `weight_memory.SharedSlices` by the worker that needs the slices.
 
-    The keys are strings, since the handles are sent as JSON.
+    Workers that need no slice of this message have no handle. The keys are strings, since the
+    handles are sent as JSON.
     """
 
 
@@ -158,9 +159,11 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedTensors]):
 
         Raises:
             ValueError: The checksum of the memory differs, this worker cannot open the memory, or
-                the model has no parameter for a tensor.
+                the part of the model in this worker has no parameter for a tensor.
         """
-        handle = update_info.of_ranks[str(get_tensor_model_parallel_rank())]
+        handle = update_info.of_ranks.get(str(get_world_group().rank_in_group))
+        if handle is None:
+            return
         with open_memory(handle["memory"], self.device) as memory:
             if (actual := compute_checksum(memory)) != handle["checksum"]:
                 raise ValueError(

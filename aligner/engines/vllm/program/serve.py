@@ -257,9 +257,18 @@ class Server:
         except Exception as error:
             raise EngineExited(f"{type(error).__name__}: {error}") from error
 
-        # A set, since an error such as a missing tensor is often the same on all workers.
-        if errors := {error for error, _ in answers if error is not None}:
-            raise RuntimeError("; ".join(sorted(errors)))
+        # An error such as a missing tensor is often the same on all workers.
+        workers_by_error: dict[str, list[int]] = {}
+        for worker, (error, _) in enumerate(answers):
+            if error is not None:
+                workers_by_error.setdefault(error, []).append(worker)
+        if workers_by_error:
+            raise RuntimeError(
+                "; ".join(
+                    error if len(workers) == len(answers) else f"{error} ({_list(workers)})"
+                    for error, workers in sorted(workers_by_error.items())
+                )
+            )
         return [result for _, result in answers]
 
     async def _reset_prefix_cache(self) -> None:
@@ -275,6 +284,11 @@ class Server:
     async def _wake(self, tags: list[str]) -> None:
         """Allocate the memory with these tags again."""
         await self._llm.wake_up(tags)
+
+
+def _list(workers: list[int]) -> str:
+    """Return the indices of workers as text."""
+    return f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"
 
 
 def _name_workers(names_by_worker: list[list[str]]) -> list[str]:
