@@ -21,7 +21,7 @@ from aligner.placement.job_layout import (
 )
 from aligner.placement.local_devices import assign_local_devices
 from aligner.placement.oci_bundle import CONFIG, get_root, read_bundle
-from aligner.placement.roles import has_generator
+from aligner.placement.roles import has_generator, uses_gpus
 from aligner.placement.slurm_container import (
     get_slurm_settings,
     list_container_mounts,
@@ -174,9 +174,10 @@ def _parse_time_limit(time: str) -> float:
 
 
 def _find_replica_problems(config: Config, layout: JobLayout) -> Iterator[str]:
-    """Yield a problem if a replica of an external engine would span several nodes.
+    """Yield a problem if a replica of an external engine cannot run on its nodes.
 
-    vLLM and TensorRT-LLM start all workers of a replica on the node of the replica's first rank.
+    TensorRT-LLM starts all workers of a replica on the node of the replica's first rank. A replica
+    of vLLM may also use several nodes, all of whose ranks belong to the replica.
     """
     engine = config.engine
     if engine.kind == "embedded" or not config.algorithm.generates_samples:
@@ -184,8 +185,17 @@ def _find_replica_problems(config: Config, layout: JobLayout) -> Iterator[str]:
     role = "generator" if has_generator(config) else "trainer"
     placement = layout.placements[role]
     settings = get_node_settings(config, role)
-    replica_ranks = engine.parallel.replica_ranks
-    if placement.nodes == 1 or placement.ranks_per_node % replica_ranks == 0:
+    layout = engine.parallel
+    node_ranks = placement.ranks_per_node
+    if placement.nodes == 1 or node_ranks % layout.replica_ranks == 0:
+        return
+    if engine.kind == "vllm" and layout.replica_ranks % node_ranks == 0:
+        if node_ranks > 1 and not uses_gpus(config):
+            yield (
+                f"engine.parallel: a replica of engine.kind=vllm has {layout.replica_ranks} ranks,"
+                f" and the {role} has {node_ranks} ranks on each of {placement.nodes} nodes; on"
+                " CPUs, vLLM 0.32 supports a replica on several nodes only with one rank on each"
+            )
         return
     # The message names the key that determines the number of ranks per node.
     key = (
@@ -194,12 +204,18 @@ def _find_replica_problems(config: Config, layout: JobLayout) -> Iterator[str]:
         else f"{get_role_key(config, role)}.devices"
     )
     key = key if settings.nodes is None else f"{get_role_key(config, role)}.nodes"
+    if engine.kind == "vllm":
+        yield (
+            f"engine.parallel: a replica of engine.kind=vllm has {layout.replica_ranks} ranks"
+            f" (tensor={layout.tensor} x pipeline={layout.pipeline}), which must divide the"
+            f" {role}'s {node_ranks} ranks on a node ({key}), or be a multiple of them"
+        )
+        return
     yield (
-        f"engine.parallel: a replica of engine.kind={engine.kind} must fit on one node, but it has"
-        f" {replica_ranks} ranks, and the {role} has {placement.ranks_per_node} ranks on each of"
-        f" {placement.nodes} nodes ({key}); set more ranks per node, or reduce"
-        " engine.parallel.tensor x engine.parallel.pipeline to a divisor of"
-        f" {placement.ranks_per_node}"
+        f"engine.parallel.tensor={layout.tensor}: a replica of engine.kind={engine.kind} must fit"
+        f" on one node, but the {role} has {node_ranks} ranks on each of {placement.nodes} nodes"
+        f" ({key}); set more ranks per node, or set engine.parallel.tensor to a divisor of"
+        f" {node_ranks}"
     )
 
 

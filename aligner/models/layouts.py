@@ -86,7 +86,7 @@ def cache_bytes_per_sequence(
 
 
 def iterate_engine_stages(shape: ModelShape, pipeline: int) -> Iterator[ModelShape]:
-    """Yield the shape of each pipeline stage of vLLM: that of the model, with the stage's layers."""
+    """Yield the shape of each pipeline stage of vLLM: the model's shape with the stage's layers."""
     for stage in range(pipeline):
         layers = get_engine_stage_layers(shape.num_layers, pipeline, stage)
         yield dataclasses.replace(shape, layers=shape.layers[layers.start : layers.stop])

@@ -194,8 +194,12 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
             "engine.parallel.pipeline=6: must be at most the model's 4 layers",
         ),
         (
-            ["engine=vllm", "actor.parallel.data=4", "engine.parallel.pipeline=2"]
-            + ["engine.parallel.data=1"],
+            [
+                "engine=vllm",
+                "actor.parallel.data=4",
+                "engine.parallel.pipeline=2",
+                "engine.parallel.data=1",
+            ],
             (
                 "tensor=1 x pipeline=2 x data=1 is 2 ranks, but a colocated engine must use all 4"
                 " ranks of the trainer; tensor x data can be 1x2 or 2x1"

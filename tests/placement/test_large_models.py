@@ -27,7 +27,7 @@ def make_config(name: str, pipeline: int, ranks: int, overrides: tuple[str, ...]
         name: Name of the model in the table of published configurations.
         pipeline: Number of pipeline stages of the trainer.
         ranks: Tensor- and expert-parallel size of the engine's two replicas.
-        overrides: Overrides that select the engine.
+        overrides: Overrides that select the engine and the rest of its layout.
     """
     trainer: dict[str, Any] = {
         "tensor": 4,
@@ -48,9 +48,9 @@ def make_config(name: str, pipeline: int, ranks: int, overrides: tuple[str, ...]
             "actor.recompute=full",
             "cluster.devices_per_node=8",
             "cluster.device_memory_gib=76",
-            *overrides,
             *(f"actor.parallel.{key}={value}" for key, value in trainer.items()),
             *(f"engine.parallel.{key}={value}" for key, value in engine.items()),
+            *overrides,
         ]
     )
     return with_values(config, {"model.config": SUPPORTED[name]})
@@ -62,7 +62,10 @@ def make_config(name: str, pipeline: int, ranks: int, overrides: tuple[str, ...]
         ("Qwen3 235B-A22B", 8, 8, VLLM),
         ("gpt-oss 120B", 4, 8, VLLM),
         ("GLM-4.5", 8, 16, EMBEDDED),
+        ("GLM-4.5", 8, 8, (*VLLM, "engine.parallel.pipeline=2")),
+        ("GLM-4.5", 8, 16, VLLM),
         ("DeepSeek-V3", 16, 32, EMBEDDED),
+        ("DeepSeek-V3", 16, 8, (*VLLM, "engine.parallel.pipeline=4")),
     ],
 )
 def test_large_model_is_accepted(
@@ -79,8 +82,21 @@ def test_large_model_is_accepted(
         ("Qwen3 235B-A22B", 2, 8, VLLM, "trainer, which needs "),
         ("gpt-oss 120B", 4, 2, VLLM, "generator, which needs 111.9 GiB"),
         ("GLM-4.5", 8, 8, VLLM, "generator, which needs 85.3 GiB"),
-        ("GLM-4.5", 8, 16, VLLM, "a replica of engine.kind=vllm must fit on one node"),
         ("DeepSeek-V3", 16, 8, VLLM, "generator, which needs 161.0 GiB"),
+        (
+            "DeepSeek-V3",
+            16,
+            8,
+            (*VLLM, "engine.parallel.pipeline=2"),
+            r"generator, which needs [\d.]+ GiB per device during .* \(pipeline stage 1\)",
+        ),
+        (
+            "GLM-4.5",
+            8,
+            12,
+            (*VLLM, "engine.parallel.expert=1"),
+            "a replica of engine.kind=vllm has 12 ranks",
+        ),
     ],
 )
 def test_too_small_cluster_is_refused_with_its_memory(

@@ -14,8 +14,15 @@ from aligner.engines.external.replica import Replica
 from aligner.errors import AlignerError
 
 
-def gather_gpus(replica: Replica, device: torch.device) -> list[dict[str, Any]]:
+def gather_gpus(
+    replica: Replica, device: torch.device, *, allows_several_machines: bool = False
+) -> list[dict[str, Any]]:
     """Return the GPU of each rank of the replica, in rank order. Collective.
+
+    Args:
+        replica: The replica.
+        device: Device of this rank.
+        allows_several_machines: Whether the ranks may run on several machines.
 
     Returns:
         One dictionary per rank: `host` is the host name, `name` is the GPU's name in
@@ -27,6 +34,8 @@ def gather_gpus(replica: Replica, device: torch.device) -> list[dict[str, Any]]:
     gpus = replica.run_on_all_ranks(
         "finding the GPU of each rank", lambda: _describe_gpu(device, replica.rank)
     )
+    if allows_several_machines:
+        return gpus
     hosts = sorted({gpu["host"] for gpu in gpus})
     # The workers read the ranks' weights from shared memory, which does not span machines.
     if len(hosts) > 1:

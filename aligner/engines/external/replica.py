@@ -57,14 +57,33 @@ class Replica:
             self._client = restart.result()
         return self._client
 
-    def start_client(self, create_client: Callable[[], Client]) -> None:
-        """Start the program on rank 0 with a function that returns its client. Collective."""
+    def start_client(
+        self,
+        create_client: Callable[[], Client],
+        start_on_others: Callable[[], None] | None = None,
+    ) -> None:
+        """Start the program. Collective.
+
+        Args:
+            create_client: Starts the program on rank 0, and returns its client.
+            start_on_others: Function that the other ranks call at the same time; None: nothing.
+
+        Raises:
+            AlignerError: A function failed; raised on every rank.
+        """
         self._create_client = create_client
 
         def start() -> None:
-            self._client = create_client()
+            if self.rank == 0:
+                self._client = create_client()
+            elif start_on_others is not None:
+                start_on_others()
 
-        self.run_on_rank0(f"starting {self.name}", start)
+        description = f"starting {self.name}"
+        if start_on_others is None:
+            self.run_on_rank0(description, start)
+        else:
+            self.run_on_all_ranks(description, start)
 
     def restart_client(self) -> None:
         """Start the program again in the background, after it has exited. Every rank calls this.

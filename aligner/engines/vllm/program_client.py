@@ -5,12 +5,14 @@ socket (see `program/serve.py`).
 """
 
 import asyncio
+import atexit
 import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,9 +31,10 @@ from aligner.engines.engine_protocol import (
     ScoringRequest,
     TokenScores,
 )
-from aligner.engines.external.client import Client, shut_down_on_failure
+from aligner.engines.external.client import Client, EventLoop, shut_down_on_failure
 from aligner.engines.external.responses import Response, ResponseGenerator
-from aligner.errors import AlignerError, EngineExited
+from aligner.engines.vllm.replica_nodes import ReplicaNode
+from aligner.errors import FAILED, AlignerError, EngineExited
 from aligner.models.layouts import cache_bytes_per_token, iterate_engine_stages
 from aligner.models.pipeline_stages import count_engine_stage_layers
 from aligner.models.shape import Experts, ModelShape
@@ -250,6 +253,12 @@ class Program:
             raise EngineExited(f"{NAME}: {self._exit_reason}")
         self._order_writer.write(json.dumps(order).encode() + b"\n")
 
+    async def wait_for_exit(self) -> str:
+        """Wait until the process has closed the connection, and return the reason."""
+        await self._read_task
+        assert self._exit_reason is not None
+        return self._exit_reason
+
     def terminate(self) -> None:
         """Terminate the process and all processes that it has started.
 
@@ -349,6 +358,7 @@ class VLLMClient(Client):
         seed: int,
         dtype: torch.dtype,
         gpus: Sequence[str] = (),
+        node: ReplicaNode | None = None,
     ) -> None:
         """Start vLLM. The model has no weights yet.
 
@@ -359,8 +369,9 @@ class VLLMClient(Client):
             settings: Section `engine` of the configuration.
             seed: Seed of the random streams of the samples.
             dtype: Data type of the model.
-            gpus: Names of the workers' GPUs in CUDA_VISIBLE_DEVICES, in rank order; empty if vLLM
-                runs on CPUs.
+            gpus: Names of the GPUs of this node's workers in CUDA_VISIBLE_DEVICES, in rank order;
+                empty if vLLM runs on CPUs.
+            node: First node of the replica; None if the replica has only this node.
 
         Raises:
             AlignerError: vLLM failed to start, or did not start within `engine.vllm.timeout_s`.
@@ -373,11 +384,11 @@ class VLLMClient(Client):
         self._vocabulary_files: dict[GrammarVocabulary, Path] = {}
         """Files that the workers read the tokens' bytes from, for guided decoding."""
         with shut_down_on_failure(NAME, self.shutdown):
-            environment = _build_environment(os.environ, settings, shape.num_layers, gpus)
+            environment = _build_environment(os.environ, settings, shape.num_layers, gpus, node)
             self._program = Program(python, environment)
             self._exit_stack.callback(self._program.terminate)
             arguments = _build_engine_arguments(
-                directory, shape, settings, seed, dtype, on_gpus=bool(gpus)
+                directory, shape, settings, seed, dtype, node, on_gpus=bool(gpus)
             )
             start_coroutine = self._program.start(arguments, _describe_pass_through(settings))
             self._loop.run("starting (engine.vllm.timeout_s)", start_coroutine, self._timeout_s)
@@ -539,6 +550,81 @@ class VLLMClient(Client):
         return str(self._vocabulary_files[vocabulary])
 
 
+class HeadlessWorkers:
+    """vLLM's workers on a node other than the first one of their replica.
+
+    vLLM on the first node controls them. If they exit unexpectedly, this process exits too, because
+    its replica is then incomplete, and its main thread may wait for other ranks.
+    """
+
+    def __init__(
+        self,
+        python: str,
+        directory: Path,
+        shape: ModelShape,
+        settings: EngineConfig,
+        seed: int,
+        dtype: torch.dtype,
+        gpus: Sequence[str],
+        node: ReplicaNode,
+    ) -> None:
+        """Start the workers, and wait until those of all nodes are connected.
+
+        Args:
+            python: Path of the Python interpreter of vLLM's environment (`engine.vllm.python`).
+            directory: Model directory, from which only the configuration is read.
+            shape: Dimensions of the model.
+            settings: Section `engine` of the configuration.
+            seed: Seed of the run.
+            dtype: Data type of the model.
+            gpus: Names of the GPUs of this node's workers in CUDA_VISIBLE_DEVICES, in rank order;
+                empty if vLLM runs on CPUs.
+            node: This node.
+
+        Raises:
+            AlignerError: The workers failed to start, or did not start within
+                `engine.vllm.timeout_s`.
+        """
+        self._is_exit_expected = False
+        self._exit_stack = contextlib.ExitStack()
+        self._loop = EventLoop(NAME)
+        self._exit_stack.callback(self._loop.close)
+        atexit.register(self.shutdown)
+        with shut_down_on_failure(NAME, self.shutdown):
+            environment = _build_environment(os.environ, settings, shape.num_layers, gpus, node)
+            self._program = Program(python, environment)
+            self._exit_stack.callback(self._program.terminate)
+            arguments = _build_engine_arguments(
+                directory, shape, settings, seed, dtype, node, on_gpus=bool(gpus)
+            )
+            start_coroutine = self._program.start(arguments, _describe_pass_through(settings))
+            self._loop.run(
+                "starting (engine.vllm.timeout_s)", start_coroutine, settings.vllm.timeout_s
+            )
+            self._loop.submit(self._watch())
+
+    def expect_exit(self) -> None:
+        """Let this process continue when the workers exit."""
+        self._is_exit_expected = True
+
+    def shutdown(self) -> None:
+        """End the workers and the event loop; further calls have no effect."""
+        self.expect_exit()
+        atexit.unregister(self.shutdown)
+        self._exit_stack.close()
+
+    async def _watch(self) -> None:
+        """End this process if the workers exit unexpectedly."""
+        reason = await self._program.wait_for_exit()
+        if not self._is_exit_expected:
+            print(
+                f"{NAME}'s workers on this node exited: {reason}; see {NAME}'s output above",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(FAILED)
+
+
 def _describe_pass_through(settings: EngineConfig) -> str:
     """Return the end of an error message that names the settings which vLLM got unchanged; empty
     if there are none."""
@@ -548,7 +634,11 @@ def _describe_pass_through(settings: EngineConfig) -> str:
 
 
 def _build_environment(
-    environ: Mapping[str, str], settings: EngineConfig, num_layers: int, gpus: Sequence[str]
+    environ: Mapping[str, str],
+    settings: EngineConfig,
+    num_layers: int,
+    gpus: Sequence[str],
+    node: ReplicaNode | None = None,
 ) -> dict[str, str]:
     """Return the environment in which vLLM starts.
 
@@ -560,6 +650,7 @@ def _build_environment(
         settings: Section `engine` of the configuration.
         num_layers: Number of layers of the model.
         gpus: Names of the workers' GPUs in CUDA_VISIBLE_DEVICES; empty if vLLM runs on CPUs.
+        node: This node of the replica; None if the replica has only one.
     """
     excluded_variables = (
         "RANK",
@@ -595,6 +686,9 @@ def _build_environment(
         # The stages must have the layers whose weights the transfer plan sends to them.
         stage_layers = count_engine_stage_layers(num_layers, settings.parallel.pipeline)
         environment["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, stage_layers))
+    if node is not None and node.count > 1:
+        # The workers of the other nodes connect to this address.
+        environment["VLLM_HOST_IP"] = node.address
     return environment | format_environment(settings.vllm)
 
 
@@ -604,6 +698,7 @@ def _build_engine_arguments(
     settings: EngineConfig,
     seed: int,
     dtype: torch.dtype,
+    node: ReplicaNode | None = None,
     *,
     on_gpus: bool,
 ) -> dict[str, Any]:
@@ -615,6 +710,7 @@ def _build_engine_arguments(
         settings: Section `engine` of the configuration.
         seed: Seed of the run.
         dtype: Data type of the model.
+        node: This node of the replica; None if the replica has only one.
         on_gpus: Whether vLLM runs on GPUs; otherwise on CPUs.
     """
     user_arguments = settings.vllm.args
@@ -653,6 +749,14 @@ def _build_engine_arguments(
         "enable_prefix_caching": True,
         "disable_log_stats": True,
     }
+    if node is not None and node.count > 1:
+        arguments |= {
+            "distributed_executor_backend": "mp",
+            "nnodes": node.count,
+            "node_rank": node.index,
+            "master_addr": node.master_address,
+            "master_port": node.master_port,
+        }
     if shape.experts is not None:
         arguments["hf_overrides"] = _build_router_entries(shape.experts)
     if cache_bytes is not None:

@@ -22,7 +22,8 @@ from aligner.engines.vllm.program.weight_memory import (
     SharedSlices,
     TensorSlice,
 )
-from aligner.engines.vllm.program_client import NAME, VLLMClient
+from aligner.engines.vllm.program_client import NAME, HeadlessWorkers, VLLMClient
+from aligner.engines.vllm.replica_nodes import find_node
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
@@ -66,8 +67,8 @@ class VLLMEngine(ExternalEngine):
                 maximum.
 
         Raises:
-            AlignerError: vLLM did not start, or the replica's GPUs are on several machines; raised
-                on every rank.
+            AlignerError: vLLM did not start, or the replica's ranks are distributed unevenly over
+                its nodes; raised on every rank.
         """
         engine_format = compute_weight_format(settings, device, shape.family)
         super().__init__(
@@ -86,23 +87,69 @@ class VLLMEngine(ExternalEngine):
         self._allocate_memory: Callable[[int], Memory] = HostMemory
         """Function that allocates memory of a number of bytes that the workers can open."""
 
+        self._headless_workers: HeadlessWorkers | None = None
+        """vLLM's workers on this node, on the first rank of each node except the replica's first
+        one."""
+
+        node = find_node(self._replica)
         gpu_names: list[str] = []
         if self._device.type == "cuda":
-            gpu_names = [gpu["name"] for gpu in gather_gpus(self._replica, self._device)]
+            gpus = gather_gpus(self._replica, self._device, allows_several_machines=True)
+            gpu_names = [gpus[index]["name"] for index in node.ranks]
             self._allocate_memory = functools.partial(DeviceMemory, self._device)
+        elif node.count > 1 and len(node.ranks) > 1:
+            raise AlignerError(
+                f"engine.parallel: a replica of vLLM 0.32 on the CPUs of {node.count} nodes must"
+                f" have one rank on each node, got {len(node.ranks)}"
+            )
 
         def create_client() -> VLLMClient:
             python = find_vllm_python(settings.vllm)
+            dtype = engine_format.dtype
             return VLLMClient(
-                python, directory, self._shape, settings, seed, engine_format.dtype, gpu_names
+                python, directory, self._shape, settings, seed, dtype, gpu_names, node
             )
 
-        self._replica.start_client(create_client)
+        def start_headless_workers() -> None:
+            if self._replica.rank == node.ranks.start:
+                python = find_vllm_python(settings.vllm)
+                dtype = engine_format.dtype
+                self._headless_workers = HeadlessWorkers(
+                    python, directory, self._shape, settings, seed, dtype, gpu_names, node
+                )
+
+        self._has_one_node = node.count == 1
+        if self._has_one_node:
+            self._replica.start_client(create_client)
+            return
+        try:
+            # The workers of all nodes wait for each other.
+            self._replica.start_client(create_client, start_headless_workers)
+        except AlignerError:
+            self._stop_headless_workers()
+            if self._replica.client is not None:
+                self._replica.client.shutdown()
+            raise
 
     @property
     def can_restart(self) -> bool:
-        """See `GenerationEngine.can_restart`."""
-        return True
+        """See `GenerationEngine.can_restart`.
+
+        If the replica has several nodes, the ranks end together with vLLM's processes.
+        """
+        return self._has_one_node
+
+    def shutdown(self) -> None:
+        """Stop the program's processes on all nodes. Collective over the replica."""
+        if self._headless_workers is not None:
+            self._headless_workers.expect_exit()
+        super().shutdown()
+        self._stop_headless_workers()
+
+    def _stop_headless_workers(self) -> None:
+        if self._headless_workers is not None:
+            self._headless_workers.shutdown()
+            self._headless_workers = None
 
     def _find_unsupported(self, sampling: SamplingOptions) -> str | None:
         problem = None

@@ -13,6 +13,7 @@ import torch
 
 from aligner.engines.vllm import vllm_engine
 from aligner.engines.vllm.program_client import VLLMClient
+from aligner.engines.vllm.replica_nodes import ReplicaNode
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
 from aligner.vllm_environment import get_default_vllm_directory
@@ -35,6 +36,7 @@ def _client(
     seed: int,
     dtype: torch.dtype,
     gpus: Sequence[str],
+    node: ReplicaNode,
 ) -> VLLMClient:
     key = repr(
         (

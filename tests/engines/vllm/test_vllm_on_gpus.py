@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ import torch
 
 from aligner.engines.external import gpu_identity
 from aligner.engines.external.replica import Replica
-from aligner.engines.vllm import program_client, vllm_engine
+from aligner.engines.vllm import program_client, replica_nodes, vllm_engine
 from aligner.errors import AlignerError
 from aligner.schema import EngineConfig, EngineParallelConfig, VLLMConfig
 from benchmarks.models import shape_of
@@ -23,14 +25,22 @@ SHAPE = shape_of("tiny")
 class OtherRanks(Replica):
     """A replica whose ranks are all simulated by this process; rank r runs on GPU `first` + r."""
 
-    first, hosts = 0, ("one", "one")
+    first, hosts = 0, ("one",) * 4
 
     def run_on_all_ranks(self, description: str, action: Any) -> list[Any]:
-        places = []
-        for rank in range(self.size):
-            gpu_identity.socket.gethostname = lambda rank=rank: self.hosts[rank]
-            places.append(gpu_identity._describe_gpu(torch.device("cuda", self.first + rank), rank))
-        return places
+        own_rank = self.rank
+        answers = []
+        for self.rank in range(self.size):
+            host = self.hosts[self.rank]
+            gpu_identity.socket.gethostname = lambda host=host: host
+            replica_nodes.get_node_name = lambda host=host: host
+            if "GPU" in description:
+                device = torch.device("cuda", self.first + self.rank)
+                answers.append(gpu_identity._describe_gpu(device, self.rank))
+            elif self.rank == own_rank or "starting" not in description:
+                answers.append(action())
+        self.rank = own_rank
+        return answers
 
 
 @pytest.fixture
@@ -45,10 +55,15 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         async def start(self, settings: dict[str, Any], *descriptions: Any) -> None:
             started[-1]["settings"] = settings
 
+        async def wait_for_exit(self) -> str:
+            await asyncio.Event().wait()
+            return ""
+
         def terminate(self) -> None:
             pass
 
     monkeypatch.setattr(program_client, "Program", Program)
+    monkeypatch.setattr(replica_nodes, "get_node_name", lambda: "one")
     monkeypatch.setattr(gpu_identity, "socket", SimpleNamespace(gethostname=lambda: "one"))
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"{device}0")
@@ -63,7 +78,7 @@ def start(monkeypatch: pytest.MonkeyPatch, rank: int, **settings: Any) -> vllm_e
     )
     if chosen.parallel.replica_ranks > 1:
         monkeypatch.setattr("aligner.engines.external.external_engine.Replica", OtherRanks)
-        monkeypatch.setattr(OtherRanks, "first", rank)
+        monkeypatch.setattr(OtherRanks, "first", rank - rank % chosen.parallel.replica_ranks)
         monkeypatch.setattr(
             OtherRanks, "run_on_rank0", lambda replica, description, action: action()
         )
@@ -99,19 +114,49 @@ def test_replica_workers_see_only_gpus_of_their_ranks(pretended, monkeypatch, vi
     assert not [environment for environment in environments if "LOCAL_RANK" in environment]
 
 
-def test_replica_on_two_machines_is_refused(pretended, monkeypatch):
+def test_first_rank_of_each_node_starts_its_workers(pretended, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(OtherRanks, "hosts", ("one", "one", "other", "other"))
+    layout = EngineParallelConfig(tensor=2, pipeline=2)
+    engines = [start(monkeypatch, rank, parallel=layout) for rank in range(4)]
+    assert [engine._replica.client is not None for engine in engines] == [True, False, False, False]
+    headless = [engine._headless_workers is not None for engine in engines]
+    assert headless == [False, False, True, False]
+    assert [each["environment"]["CUDA_VISIBLE_DEVICES"] for each in pretended] == ["0,1", "2,3"]
+    for index, given in enumerate(pretended):
+        assert given["environment"]["VLLM_HOST_IP"] == "127.0.0.1"
+        expected = {"nnodes": 2, "node_rank": index, "master_addr": "127.0.0.1"}
+        assert expected.items() <= given["settings"].items()
+    for engine in engines:
+        engine._stop_headless_workers()
+    engines[0]._replica.client.shutdown()
+
+
+@pytest.mark.parametrize("hosts", [("one", "one", "one", "two"), ("one", "two", "one", "two")])
+def test_uneven_nodes_of_a_replica_are_refused(pretended, monkeypatch, hosts):
+    monkeypatch.setattr(OtherRanks, "hosts", hosts)
+    counts = ", ".join(f"{host} ({hosts.count(host)})" for host in ("one", "two"))
+    message = re.escape(
+        "engine.parallel: the 4 ranks of a replica must be adjacent, and the same number on each"
+        f" node, got {counts}"
+    )
+    with pytest.raises(AlignerError, match=message):
+        start(monkeypatch, 0, parallel=EngineParallelConfig(tensor=4))
+    assert not pretended
+
+
+def test_tensorrt_llm_refuses_a_replica_on_two_machines(pretended, monkeypatch):
     monkeypatch.setattr(OtherRanks, "hosts", ("one", "other"))
+    replica = OtherRanks("TensorRT-LLM", 0, 2, None)
     with pytest.raises(
         AlignerError,
         match=r"engine\.parallel: all 2 ranks .* must run on one machine, got one, other",
     ):
-        start(monkeypatch, 0, parallel=EngineParallelConfig(tensor=2, data=1))
-    assert not pretended
+        gpu_identity.gather_gpus(replica, torch.device("cuda", 0))
 
 
 def test_each_stage_of_a_pipeline_has_the_gpu_of_its_rank(pretended, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(OtherRanks, "hosts", ("one",) * 4)
     layout = EngineParallelConfig(tensor=2, pipeline=2, data=2)
     start(monkeypatch, 4, parallel=layout)._replica.client.shutdown()
     (given,) = pretended

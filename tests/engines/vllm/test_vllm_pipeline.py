@@ -158,9 +158,7 @@ def generate(
     """
     group = dist.new_group(timeout=timedelta(seconds=600))
     use_faulty_program(scratch)
-    settings = dataclasses.replace(
-        engines.SETTINGS, kind="vllm", kv_cache_mib=64, parallel=layout
-    )
+    settings = dataclasses.replace(engines.SETTINGS, kind="vllm", kv_cache_mib=64, parallel=layout)
     shape = engines.shape_of(directories[0])
     engine = VLLMEngine(directories[0], shape, settings, dist.get_rank(), 7, group)
     options = SamplingOptions(14, temperature=jobs.TEMPERATURE)
@@ -207,9 +205,7 @@ def scored(directory: str, samples: list[Sample]) -> torch.Tensor:
         rare("glm4_moe", EngineParallelConfig(pipeline=3)),
     ],
 )
-def test_pipeline_stages_hold_and_compute_the_weights_of_each_sync(
-    pool, tmp_path, family, layout
-):
+def test_pipeline_stages_hold_and_compute_the_weights_of_each_sync(pool, tmp_path, family, layout):
     changes = {"tie_word_embeddings": True} if family == "llama2" else {}
     directories = [families.save(family, tmp_path / "first", **HEADS, **changes)]
     model = engines.reference_model(directories[0])

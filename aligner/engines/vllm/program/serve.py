@@ -2,6 +2,9 @@
 
     python serve.py DESCRIPTOR
 
+The engine's settings contain the index of this process's node in its replica. On the first node the
+process executes orders; on other nodes it only runs workers, which vLLM on the first node controls.
+
 vLLM's own Python environment runs this program, and aligner is not installed there. DESCRIPTOR is
 the number of an inherited socket. The client sends one JSON object per line: first the engine's
 settings, then orders, each with an `id`. Each answer contains the `id` of its order. Prompts and
@@ -343,6 +346,9 @@ async def serve(connection: socket.socket) -> None:
             weight_transfer_config=WeightTransferConfig(backend="aligner"),
             worker_extension_cls="receive.AlignerWorker",
         )
+        if arguments.node_rank > 0:
+            await _run_headless(arguments, answers)
+            return
         llm = AsyncLLM.from_engine_args(arguments)
     except Exception as error:
         traceback.print_exc()
@@ -360,6 +366,25 @@ async def serve(connection: socket.socket) -> None:
     with contextlib.suppress(ConnectionError):
         await answers.drain()
     llm.shutdown()
+
+
+async def _run_headless(arguments: Any, answers: asyncio.StreamWriter) -> None:
+    """Run the workers of a node other than the first one of their replica, until one of them exits.
+
+    vLLM on the first node controls them. When the client disconnects, `_watch_connection` ends this
+    process.
+    """
+    from vllm import __version__ as release
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT, headless=True)
+    # Returns when the workers of all nodes are connected.
+    executor = MultiprocExecutor(config, monitor_workers=False)
+    content = {"release": release, "llguidance": _get_llguidance_version()}
+    answers.write(json.dumps(content).encode() + b"\n")
+    await answers.drain()
+    executor.start_worker_monitor(inline=True)
 
 
 def _convert_settings(settings: dict[str, Any], arguments_class: Any) -> dict[str, Any]:
