@@ -16,7 +16,7 @@ from aligner.schema.keys import with_values
 from tests.models.published_configs import SUPPORTED
 
 pytestmark = pytest.mark.slow
-VLLM = ("engine=vllm",)
+VLLM = ("engine=vllm", "engine.vllm.memory_fraction=0.9")
 EMBEDDED = ("engine=embedded", "engine.update=in_place")
 
 
@@ -89,6 +89,14 @@ def test_large_model_is_accepted(
             8,
             (*VLLM, "engine.parallel.pipeline=2"),
             r"generator, which needs [\d.]+ GiB per device during .* \(pipeline stage 1\)",
+        ),
+        (
+            "DeepSeek-V3",
+            16,
+            8,
+            ("engine=vllm", "engine.parallel.pipeline=4"),
+            r"engine\.vllm\.memory_fraction=0\.4: too small, because vLLM may then use 30\.4 of 76"
+            r" GiB per device, but needs 44\.\d GiB",
         ),
         (
             "GLM-4.5",

@@ -573,6 +573,7 @@ def find_memory_problems(
     limit = config.cluster.device_memory_gib
     if limit is None:
         return
+    yield from _find_vllm_share_problems(config, shape, limit)
     for role in compute_role_memory(config, shape, expected):
         if role.peak.total <= limit * GIB or "." in role.role:  # all replicas of a role are equal
             continue
@@ -583,6 +584,35 @@ def find_memory_problems(
             f"cluster.device_memory_gib={limit:g}: too small for the {role.role}, which needs"
             f" {role.peak.total / GIB:.1f} GiB per device during {role.peak.name}{stage_text}:"
             f" {parts_text}; to reduce memory use, try {_suggest_keys(config, role.role)}"
+        )
+
+
+def _find_vllm_share_problems(config: Config, shape: ModelShape, limit: float) -> Iterator[str]:
+    """Yield an error if vLLM may not use enough memory for its weights and one sequence.
+
+    vLLM would refuse to start. With `engine.kv_cache_mib`, it does not compute the size of its
+    cache from its share.
+    """
+    engine = config.engine
+    if (
+        engine.kind != "vllm"
+        or engine.kv_cache_mib is not None
+        or not config.algorithm.generates_samples
+        or not uses_gpus(config)
+    ):
+        return
+    memory = compute_engine_memory(config, shape)
+    fraction = engine.vllm.memory_fraction
+    needed_gib = (memory.weights + memory.work + memory.cache) / GIB
+    if needed_gib > limit * fraction:
+        min_fraction = math.ceil(100 * needed_gib / limit) / 100
+        advice = f"set it to at least {min_fraction:g}, or use more ranks"
+        if min_fraction > 1:
+            advice = "use more ranks"
+        yield (
+            f"engine.vllm.memory_fraction={fraction:g}: too small, because vLLM may then use"
+            f" {limit * fraction:.1f} of {limit:g} GiB per device, but needs {needed_gib:.1f} GiB"
+            f" for its weights and the longest sequence; {advice}"
         )
 
 

@@ -30,14 +30,15 @@ class OtherRanks(Replica):
     def run_on_all_ranks(self, description: str, action: Any) -> list[Any]:
         own_rank = self.rank
         answers = []
-        for self.rank in range(self.size):
-            host = self.hosts[self.rank]
+        for rank in range(self.size):
+            self.rank = rank
+            host = self.hosts[rank]
             gpu_identity.socket.gethostname = lambda host=host: host
             replica_nodes.get_node_name = lambda host=host: host
             if "GPU" in description:
-                device = torch.device("cuda", self.first + self.rank)
-                answers.append(gpu_identity._describe_gpu(device, self.rank))
-            elif self.rank == own_rank or "starting" not in description:
+                device = torch.device("cuda", self.first + rank)
+                answers.append(gpu_identity._describe_gpu(device, rank))
+            elif rank == own_rank or "starting" not in description:
                 answers.append(action())
         self.rank = own_rank
         return answers

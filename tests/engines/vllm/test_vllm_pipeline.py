@@ -4,19 +4,22 @@ stage."""
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shutil
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from aligner.data.types import Sample, collate
 from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions
-from aligner.engines.vllm import program_client
+from aligner.engines.vllm import program_client, replica_nodes
 from aligner.engines.vllm.vllm_engine import VLLMEngine
 from aligner.engines.weight_probe import ProbeTolerance, build_probe, find_probe_problem, run_probe
 from aligner.errors import AlignerError
@@ -148,16 +151,23 @@ def assert_refused(engine: VLLMEngine, message: str) -> None:
 
 
 def generate(
-    directories: list[Path], layout: EngineParallelConfig, scratch: Path
+    directories: list[Path], layout: EngineParallelConfig, scratch: Path, nodes: int
 ) -> tuple[list[list[Sample]], list[int]]:
     """Generate with the weights of each directory, which are synced one after the other; then damage
-    the weights of two stages. Collective over a replica.
+    the weights of two stages, and kill a worker. Collective over a replica.
+
+    Args:
+        directories: Directories of a model with different weights.
+        layout: Layout of the replica.
+        scratch: Directory for a copy of the program.
+        nodes: Number of nodes that the ranks of this machine take themselves for.
 
     Returns:
         The samples of each version on the first rank, and the number of parameters of each worker.
     """
     group = dist.new_group(timeout=timedelta(seconds=600))
     use_faulty_program(scratch)
+    replica_nodes.get_node_name = lambda: f"node {dist.get_rank() * nodes // layout.ranks}"
     settings = dataclasses.replace(engines.SETTINGS, kind="vllm", kv_cache_mib=64, parallel=layout)
     shape = engines.shape_of(directories[0])
     engine = VLLMEngine(directories[0], shape, settings, dist.get_rank(), 7, group)
@@ -170,11 +180,25 @@ def generate(
             found.append(engines.generate(engine, engines.requests(2), options))
             assert_probe_equals_transformers(engine, directory)
         counts = execute(engine, "count_parameters")
-        if layout.ranks == 2:
+        if layout.pipeline == 2 and layout.tensor == 1:
             assert_damage_is_found(engine, directories[-1])
+        if engine._headless_workers is not None:
+            assert_exit_with_workers(engine._headless_workers)
         return found, counts
     finally:
         engine.shutdown()
+
+
+def assert_exit_with_workers(workers: program_client.HeadlessWorkers) -> None:
+    """Check that a rank exits if a worker on its node is killed."""
+    codes: list[int] = []
+    os._exit = codes.append
+    program = psutil.Process(workers._program.process.pid)
+    max(program.children(recursive=True), key=lambda each: each.memory_info().rss).kill()
+    end = time.monotonic() + 60
+    while not codes and time.monotonic() < end:
+        time.sleep(0.2)
+    assert codes == [1]
 
 
 def assert_probe_equals_transformers(engine: GenerationEngine, directory: Path) -> None:
@@ -195,17 +219,20 @@ def scored(directory: str, samples: list[Sample]) -> torch.Tensor:
 
 @pytest.mark.promise("vllm-logprobs-equal-megatron", "weight-sync-is-verified")
 @pytest.mark.parametrize(
-    ("family", "layout"),
+    ("family", "layout", "nodes"),
     [
         # The last stage has the head, which is tied to the embedding of the first stage.
-        ("llama2", EngineParallelConfig(pipeline=2)),
+        ("llama2", EngineParallelConfig(pipeline=2), 1),
         # Each stage has the embedding and the head.
-        rare("qwen3_moe", EngineParallelConfig(pipeline=2)),
-        rare("qwen3_moe", EngineParallelConfig(tensor=2, pipeline=2, expert=2)),
-        rare("glm4_moe", EngineParallelConfig(pipeline=3)),
+        ("qwen3_moe", EngineParallelConfig(pipeline=2), 2),
+        rare("qwen3_moe", EngineParallelConfig(tensor=2, pipeline=2, expert=2), 1),
+        rare("glm4_moe", EngineParallelConfig(pipeline=3), 1),
+        rare("llama2", EngineParallelConfig(tensor=2), 2),
     ],
 )
-def test_pipeline_stages_hold_and_compute_the_weights_of_each_sync(pool, tmp_path, family, layout):
+def test_pipeline_stages_hold_and_compute_the_weights_of_each_sync(
+    pool, tmp_path, family, layout, nodes
+):
     changes = {"tie_word_embeddings": True} if family == "llama2" else {}
     directories = [families.save(family, tmp_path / "first", **HEADS, **changes)]
     model = engines.reference_model(directories[0])
@@ -214,7 +241,7 @@ def test_pipeline_stages_hold_and_compute_the_weights_of_each_sync(pool, tmp_pat
     directories.append(tmp_path / "second")
     model.save_pretrained(directories[1])
 
-    results = pool.run(generate, layout.ranks, directories, layout, tmp_path, timeout=800)
+    results = pool.run(generate, layout.ranks, directories, layout, tmp_path, nodes, timeout=800)
     versions, counts = results[0]
     whole = sum(parameter.numel() for parameter in model.parameters())
     assert all(0 < count < whole for count in counts)
