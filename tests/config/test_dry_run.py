@@ -27,10 +27,11 @@ from aligner.models.shape import DeltaNet, LayerShape, ModelShape, Rope, RopeSca
 from aligner.paths import get_cache_directory, get_run_paths
 from aligner.placement.memory.role_memory import compute_role_memory
 from aligner.placement.roles import count_role_ranks
-from aligner.schema import Config, ParallelConfig
+from aligner.schema import Config, EngineParallelConfig, ParallelConfig
 from aligner.schema.keys import get_value, with_values
 from aligner.schema.reward_sources import parse_reward_sources
 from tests.config.test_command_line import aligner
+from tests.engines.vllm.shared_clients import INSTALLED
 from tests.models.test_families import CONFIGS
 
 LLAMA3 = {
@@ -192,6 +193,29 @@ def test_dry_run_has_copies_of_kv_heads_like_the_run(trainer, engine, expected):
     sizes = {small.actor.parallel.tensor, small.engine.parallel.tensor}
     assert heads == expected
     assert (max(sizes) > heads) == (max(trainer, engine) > 4)
+
+
+@INSTALLED
+@pytest.mark.parametrize(
+    ("placement", "ranks", "replicas"), [("colocated", 4, 4), ("server", 2, 2)]
+)
+def test_dry_run_has_no_stages_of_vllm(placement, ranks, replicas):
+    """The embedded engine of the dry run has none."""
+    run = with_values(
+        base(),
+        {
+            "engine.kind": "vllm",
+            "engine.update": "in_place",
+            "engine.placement": placement,
+            "engine.parallel": EngineParallelConfig(pipeline=2, data=2),
+            "actor.parallel.data": 4,
+            "model.config": {**base().model.config, "head_dim": 32},
+        },
+    )
+    small = tiny(run)
+    assert small.engine.parallel == EngineParallelConfig(data=replicas)
+    role = "generator" if placement == "server" else "trainer"
+    assert count_role_ranks(small)[role] == ranks
 
 
 def test_truncated_critic_stays_below_policy_layers():

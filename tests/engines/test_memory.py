@@ -11,6 +11,7 @@ from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.embedded.engine_weights import compute_parameters
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.models.hugging_face import read_config
+from aligner.models.weight_slices import weight_table
 from aligner.placement.memory.model_states import count_engine_weights, count_shared_weights
 from aligner.placement.memory.role_memory import compute_engine_memory
 from aligner.schema import Config, EngineConfig, EngineParallelConfig, ParallelConfig
@@ -48,6 +49,18 @@ def test_engine_weight_bytes_equal_estimate(name: str) -> None:
         for rank in range(2):
             halves = sum(part.numel for part in compute_parameters(shape, layout, rank))
             assert halves == count_engine_weights(shape, 2, expert)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_of_vllm_have_the_weights_of_the_model(name: str) -> None:
+    shape = read_config(MODELS[name], "test")
+    outer = [spec for spec in weight_table(shape) if spec.layer is None]
+    copies = sum(spec.numel for spec in outer if len(spec.stages) > 1)
+    if name in ("gpt2", "mixtral"):
+        # vLLM's models of these families have all weights outside the layers on each stage.
+        copies = 2 * sum(spec.numel for spec in outer)
+    stages = [count_engine_weights(shape, 1, 1, 3, stage) for stage in range(3)]
+    assert sum(stages) == count_engine_weights(shape, 1) + copies
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -3,6 +3,7 @@
 import os
 import socket
 from dataclasses import dataclass
+from typing import Any
 
 from aligner.engines.external.replica import Replica
 from aligner.errors import AlignerError
@@ -37,8 +38,9 @@ def find_node(replica: Replica) -> ReplicaNode:
         AlignerError: The nodes have different numbers of ranks, or the ranks of a node are not
             adjacent; raised on every rank.
     """
-    answers = replica.run_on_all_ranks("finding the nodes of the replica", _describe_node)
-    hosts: list[str] = [answer["host"] for answer in answers]
+    hosts: list[str] = replica.run_on_all_ranks(
+        "finding the nodes of the replica", lambda: get_node_name()
+    )
     nodes = list(dict.fromkeys(hosts))
     ranks_per_node = replica.size // len(nodes)
     if hosts != [host for host in nodes for _ in range(ranks_per_node)]:
@@ -49,24 +51,32 @@ def find_node(replica: Replica) -> ReplicaNode:
         )
 
     index = nodes.index(hosts[replica.rank])
-    address: str = answers[replica.rank]["address"]
-    master = {"address": answers[0]["address"], "port": 0}
-    if len(nodes) > 1:
-        # A machine may know its own name as a loopback address, so ask for the address towards
-        # another node.
-        peer = answers[0 if index else -1]["address"]
+    ranks = range(index * ranks_per_node, (index + 1) * ranks_per_node)
+    if len(nodes) == 1:
+        return ReplicaNode(0, 1, ranks, _LOOPBACK, _LOOPBACK, 0)
+
+    addresses: list[str] = replica.run_on_all_ranks(
+        "finding the addresses of the replica's nodes",
+        lambda: find_own_address(os.environ.get("MASTER_ADDR", _LOOPBACK)),
+    )
+    # A machine may know its own name as a loopback address, and rank 0 may run on it. Therefore ask
+    # for the address towards another node.
+    peer = addresses[-1 if index == 0 else 0]
+
+    def find_address_and_port() -> dict[str, Any]:
         address = find_own_address(peer)
-        (master, *_) = replica.run_on_all_ranks(
-            "finding the address of the replica's first node",
-            lambda: {"address": address, "port": _find_free_port(address)},
-        )
+        return {"address": address, "port": _find_free_port(address)}
+
+    endpoints = replica.run_on_all_ranks(
+        "finding a port on the replica's nodes", find_address_and_port
+    )
     return ReplicaNode(
-        index=index,
-        count=len(nodes),
-        ranks=range(index * ranks_per_node, (index + 1) * ranks_per_node),
-        address=address,
-        master_address=master["address"],
-        master_port=master["port"],
+        index,
+        len(nodes),
+        ranks,
+        address=endpoints[replica.rank]["address"],
+        master_address=endpoints[0]["address"],
+        master_port=endpoints[0]["port"],
     )
 
 
@@ -85,11 +95,6 @@ def find_own_address(peer: str) -> str:
         probe.connect((peer, _ANY_PORT))
         address: str = probe.getsockname()[0]
     return address
-
-
-def _describe_node() -> dict[str, str]:
-    address = find_own_address(os.environ.get("MASTER_ADDR", _LOOPBACK))
-    return {"host": get_node_name(), "address": address}
 
 
 def _find_free_port(address: str) -> int:

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aligner.data.types import Sample, collate
-from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions
+from aligner.data.types import Prompt, Sample, collate
+from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions
 from aligner.engines.vllm import program_client, replica_nodes
 from aligner.engines.vllm.vllm_engine import VLLMEngine
 from aligner.engines.weight_probe import ProbeTolerance, build_probe, find_probe_problem, run_probe
@@ -171,13 +171,14 @@ def generate(
     settings = dataclasses.replace(engines.SETTINGS, kind="vllm", kv_cache_mib=64, parallel=layout)
     shape = engines.shape_of(directories[0])
     engine = VLLMEngine(directories[0], shape, settings, dist.get_rank(), 7, group)
+    requests = [GenerationRequest(Prompt(at, "", torch.arange(2, 5 + at)), 0) for at in range(6)]
     options = SamplingOptions(14, temperature=jobs.TEMPERATURE)
     found = []
     try:
         for version, directory in enumerate(directories):
             assert list(engine.find_changed_weights()) == []
             assert sync(engine, directory, version) == []
-            found.append(engines.generate(engine, engines.requests(2), options))
+            found.append(engines.generate(engine, requests, options))
             assert_probe_equals_transformers(engine, directory)
         counts = execute(engine, "count_parameters")
         if layout.pipeline == 2 and layout.tensor == 1:

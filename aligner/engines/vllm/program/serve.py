@@ -346,19 +346,29 @@ async def serve(connection: socket.socket) -> None:
             weight_transfer_config=WeightTransferConfig(backend="aligner"),
             worker_extension_cls="receive.AlignerWorker",
         )
-        if arguments.node_rank > 0:
-            await _run_headless(arguments, answers)
-            return
-        llm = AsyncLLM.from_engine_args(arguments)
+        is_headless = arguments.node_rank > 0
+        if is_headless:
+            workers = _start_workers(arguments)
+        else:
+            llm = AsyncLLM.from_engine_args(arguments)
     except Exception as error:
         traceback.print_exc()
         answers.write(json.dumps({"refused": f"{type(error).__name__}: {error}"}).encode() + b"\n")
         await answers.drain()
         return
 
+    started = {"release": release, "llguidance": _get_llguidance_version()}
+    if is_headless:
+        answers.write(json.dumps(started).encode() + b"\n")
+        await answers.drain()
+        # Returns when a worker exits. When the client disconnects, `_watch_connection` ends this
+        # process.
+        workers.start_worker_monitor(inline=True)
+        return
+
     vllm_started.set()
     server = Server(llm, answers)
-    server.send_answer(release=release, llguidance=_get_llguidance_version())
+    server.send_answer(**started)
 
     reading = asyncio.create_task(_read_orders(orders, server))
     waiting_for_exit = asyncio.create_task(server.engine_exited.wait())
@@ -368,23 +378,22 @@ async def serve(connection: socket.socket) -> None:
     llm.shutdown()
 
 
-async def _run_headless(arguments: Any, answers: asyncio.StreamWriter) -> None:
-    """Run the workers of a node other than the first one of their replica, until one of them exits.
+def _start_workers(arguments: Any) -> Any:
+    """Start the workers of a node other than the first one of their replica.
 
-    vLLM on the first node controls them. When the client disconnects, `_watch_connection` ends this
-    process.
+    vLLM on the first node controls them.
+
+    Args:
+        arguments: vLLM's `AsyncEngineArgs`.
+
+    Returns:
+        vLLM's `MultiprocExecutor`, when the workers of all nodes are connected.
     """
-    from vllm import __version__ as release
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT, headless=True)
-    # Returns when the workers of all nodes are connected.
-    executor = MultiprocExecutor(config, monitor_workers=False)
-    content = {"release": release, "llguidance": _get_llguidance_version()}
-    answers.write(json.dumps(content).encode() + b"\n")
-    await answers.drain()
-    executor.start_worker_monitor(inline=True)
+    return MultiprocExecutor(config, monitor_workers=False)
 
 
 def _convert_settings(settings: dict[str, Any], arguments_class: Any) -> dict[str, Any]:
