@@ -347,6 +347,24 @@ def _compute_logprobs(temperatures: Tensor | None, logits: Tensor) -> Tensor:
 
 Sampler.forward = _forward_with_logprobs
 
+# vLLM's own method, which `_gather_intermediate_tensors` wraps and replaces.
+_original_gather = GPUModelRunner.sync_and_gather_intermediate_tensors
+
+
+def _gather_intermediate_tensors(self: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+    """Return the hidden states that this worker has received from the previous pipeline stage.
+
+    vLLM 0.32 allocates the memory for them in a dummy run, which it skips on CPUs.
+    """
+    if self.intermediate_tensors is None:
+        self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+            batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+        )
+    return _original_gather(self, *args, **kwargs)
+
+
+GPUModelRunner.sync_and_gather_intermediate_tensors = _gather_intermediate_tensors
+
 # vLLM's own method, which `_get_prompt_logprobs` wraps and replaces.
 _original_prompt_logprobs = GPUModelRunner._get_prompt_logprobs_dict
 
