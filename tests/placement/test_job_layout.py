@@ -264,6 +264,31 @@ def test_invalid_slurm_setting_is_refused(overrides: list[str], problem: str) ->
     assert problem in problems(*run, *overrides)
 
 
+@pytest.mark.parametrize(
+    ("layout", "problem"),
+    [
+        (["engine.parallel.tensor=4", "engine.parallel.data=2"], ""),
+        (["engine.parallel.pipeline=4", "engine.parallel.data=2"], ""),
+        (["engine.parallel.tensor=1", "engine.parallel.data=8"], ""),
+        (
+            ["engine.parallel.pipeline=3", "engine.parallel.data=4", "actor.parallel.data=12"],
+            "engine.parallel: a replica of engine.kind=vllm has 3 ranks (tensor=1 x pipeline=3),"
+            " which must divide the trainer's 2 ranks on a node (cluster.devices_per_node), or be a"
+            " multiple of them",
+        ),
+        (
+            ["engine.parallel.pipeline=4", "engine.parallel.data=2", "cluster.slurm.gpus=none"],
+            "the trainer has 2 ranks on each of 4 nodes; on CPUs, vLLM 0.32 supports a replica on"
+            " several nodes only with one rank on each",
+        ),
+    ],
+)
+def test_vllm_replica_uses_whole_nodes_or_a_part_of_one(layout: list[str], problem: str) -> None:
+    trainer = ["actor.parallel.data=8", "cluster.devices_per_node=2"]
+    found = problems("run.dir=/tmp/never-made", "engine=vllm", *trainer, *layout)
+    assert problem in found if problem else "a replica of engine.kind=vllm" not in found
+
+
 def test_unmounted_data_path_is_refused(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("hello\n")
