@@ -38,20 +38,20 @@ from vllm.model_executor.model_loader.reload import layerwise
 _restore = layerwise._copy_and_restore_kernel_tensors
 
 
-def _set_fault(self, worker, fault, name):
+def _set_fault(self, worker, fault, target):
     """Set the fault of a worker in the next updates, or flip a bit of a parameter at once."""
     layerwise._copy_and_restore_kernel_tensors = _restore
     if get_world_group().rank_in_group != worker:
         return
     model = self.weight_transfer_engine.model
     if fault == "flip":
-        dict(model.named_parameters())[name].data.view(torch.int32).view(-1)[-1] ^= 1
+        dict(model.named_parameters())[target].data.view(torch.int32).view(-1)[-1] ^= 1
     elif fault == "corrupt":
-        target = model.get_submodule(name)
+        damaged = model.get_submodule(target)
 
         def restore_corrupted(layer, info):
             _restore(layer, info)
-            if layer is target:
+            if layer is damaged:
                 layer.weight.data[-1] += 1e-3
 
         layerwise._copy_and_restore_kernel_tensors = restore_corrupted
@@ -111,13 +111,13 @@ def sync(engine: VLLMEngine, directory: Path, version: int) -> list[str]:
 def assert_damage_is_found(engine: VLLMEngine, directory: Path) -> None:
     """Check that each damaged or missing weight of stage 1 is named with the stage's worker."""
     norm = "model.layers.3.post_attention_layernorm"
-    execute(engine, "set_fault", worker=1, fault="corrupt", name=norm)
+    execute(engine, "set_fault", worker=1, fault="corrupt", target=norm)
     assert sync(engine, directory, 2) == [f"{norm}.weight (in {norm}.weight) on worker 1"]
 
-    execute(engine, "set_fault", worker=1, fault="none", name="")
+    execute(engine, "set_fault", worker=1, fault="none", target="")
     assert sync(engine, directory, 3) == []
     name = "model.layers.2.input_layernorm.weight"
-    execute(engine, "set_fault", worker=1, fault="flip", name=name)
+    execute(engine, "set_fault", worker=1, fault="flip", target=name)
     assert list(engine.find_changed_weights()) == [f"{name} on worker 1"]
 
     # Both workers get the slices of one stage.
