@@ -185,16 +185,16 @@ def _find_replica_problems(config: Config, layout: JobLayout) -> Iterator[str]:
     role = "generator" if has_generator(config) else "trainer"
     placement = layout.placements[role]
     settings = get_node_settings(config, role)
-    layout = engine.parallel
+    parallel = engine.parallel
     node_ranks = placement.ranks_per_node
-    if placement.nodes == 1 or node_ranks % layout.replica_ranks == 0:
+    if placement.nodes == 1 or node_ranks % parallel.replica_ranks == 0:
         return
-    if engine.kind == "vllm" and layout.replica_ranks % node_ranks == 0:
+    if engine.kind == "vllm" and parallel.replica_ranks % node_ranks == 0:
         if node_ranks > 1 and not uses_gpus(config):
             yield (
-                f"engine.parallel: a replica of engine.kind=vllm has {layout.replica_ranks} ranks,"
-                f" and the {role} has {node_ranks} ranks on each of {placement.nodes} nodes; on"
-                " CPUs, vLLM 0.32 supports a replica on several nodes only with one rank on each"
+                f"engine.parallel: a replica of engine.kind=vllm has {parallel.replica_ranks}"
+                f" ranks, and the {role} has {node_ranks} ranks on each of {placement.nodes} nodes;"
+                " on CPUs, vLLM 0.32 supports a replica on several nodes only with one rank on each"
             )
         return
     # The message names the key that determines the number of ranks per node.
@@ -206,13 +206,13 @@ def _find_replica_problems(config: Config, layout: JobLayout) -> Iterator[str]:
     key = key if settings.nodes is None else f"{get_role_key(config, role)}.nodes"
     if engine.kind == "vllm":
         yield (
-            f"engine.parallel: a replica of engine.kind=vllm has {layout.replica_ranks} ranks"
-            f" (tensor={layout.tensor} x pipeline={layout.pipeline}), which must divide the"
+            f"engine.parallel: a replica of engine.kind=vllm has {parallel.replica_ranks} ranks"
+            f" (tensor={parallel.tensor} x pipeline={parallel.pipeline}), which must divide the"
             f" {role}'s {node_ranks} ranks on a node ({key}), or be a multiple of them"
         )
         return
     yield (
-        f"engine.parallel.tensor={layout.tensor}: a replica of engine.kind={engine.kind} must fit"
+        f"engine.parallel.tensor={parallel.tensor}: a replica of engine.kind={engine.kind} must fit"
         f" on one node, but the {role} has {node_ranks} ranks on each of {placement.nodes} nodes"
         f" ({key}); set more ranks per node, or set engine.parallel.tensor to a divisor of"
         f" {node_ranks}"

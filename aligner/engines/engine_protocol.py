@@ -372,14 +372,14 @@ _VLLM_VOCABULARY_MULTIPLE = 64
 
 
 def compute_weight_format(
-    settings: EngineConfig, device: torch.device | str, family: str
+    settings: EngineConfig, device: torch.device | str, family: str | None = None
 ) -> WeightFormat:
     """Return the format in which an engine gets weights.
 
     Args:
         settings: Section `engine` of the configuration.
         device: Device of the engine's ranks.
-        family: Model family.
+        family: Model family; required for vLLM only.
     """
     layout = settings.parallel
     # TensorRT-LLM receives whole tensors on every GPU, and slices them itself.
@@ -397,6 +397,7 @@ def compute_weight_format(
 
     # A bucket is counted in whole tensors, of which each worker receives only its slices.
     if settings.kind == "vllm":
+        assert family is not None, "the weights of a pipeline stage depend on the family"
         return WeightFormat(
             layout,
             dtype,

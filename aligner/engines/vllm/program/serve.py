@@ -262,14 +262,14 @@ class Server:
 
         # An error such as a missing tensor is often the same on all workers.
         workers_by_error: dict[str, list[int]] = {}
-        for worker, (error, _) in enumerate(answers):
-            if error is not None:
-                workers_by_error.setdefault(error, []).append(worker)
+        for worker, (message, _) in enumerate(answers):
+            if message is not None:
+                workers_by_error.setdefault(message, []).append(worker)
         if workers_by_error:
             raise RuntimeError(
                 "; ".join(
-                    error if len(workers) == len(answers) else f"{error} ({_list(workers)})"
-                    for error, workers in sorted(workers_by_error.items())
+                    message if len(workers) == len(answers) else f"{message} ({_list(workers)})"
+                    for message, workers in sorted(workers_by_error.items())
                 )
             )
         return [result for _, result in answers]
