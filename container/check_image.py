@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from packaging.requirements import Requirement
+from packaging.specifiers import InvalidSpecifier, Specifier
 from packaging.version import InvalidVersion
 from pins import canonical, installed, pinned
 
@@ -83,6 +84,17 @@ def find_violations(
             yield f"{requirement.name} is {version}; {distribution} requires {bounds}"
 
 
+def is_pinned_version(installed_version: str, pin: str) -> bool:
+    """Return whether pip accepts an installed version for a pin.
+
+    A pin without a local version, such as 2.13.0, also accepts 2.13.0+cpu.
+    """
+    try:
+        return Specifier(f"=={pin}").contains(installed_version, prereleases=True)
+    except (InvalidSpecifier, InvalidVersion):  # for example a version of Debian
+        return installed_version == pin
+
+
 def list_modules(target: str) -> tuple[str, ...]:
     """Return the modules that the roles and commands of an image import."""
     from aligner.cli.rank_processes import ROLES as FUNCTIONS
@@ -103,7 +115,7 @@ def problems(target: str, held: Mapping[str, str], *, gpu: bool) -> Iterator[str
         if not version.startswith(beginning):
             yield f"{name} is {version}; requires {beginning}*"
     for name, version in held.items():
-        if name in has and has[name] != version:
+        if name in has and not is_pinned_version(has[name], version):
             yield f"{name} is {has[name]}, but HELD pins {version}; a build step replaced it"
     for name in GPU_PACKAGES if gpu else ():
         if importlib.util.find_spec(name) is None:

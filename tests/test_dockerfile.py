@@ -383,7 +383,8 @@ def install_aligner(directory: Path) -> None:
 @pytest.mark.slow
 def test_image_check_passes_in_test_environment(tmp_path: Path) -> None:
     install_aligner(tmp_path / "packages")
-    (tmp_path / "held.txt").write_text("numpy==1.26.4\nnot-installed==1\n")
+    install(tmp_path / "packages", "torch", "2.13.0+cpu")
+    (tmp_path / "held.txt").write_text("numpy==1.26.4\ntorch==2.13.0\nnot-installed==1\n")
     done = check_image("server", str(tmp_path / "held.txt"), "--no-gpu", path=tmp_path / "packages")
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -410,19 +411,23 @@ def test_image_check_names_every_violated_requirement(tmp_path: Path) -> None:
         install(packages, name, version)
     done = check_image("server", "--no-gpu", path=packages)
     assert done.returncode == 1
-    assert done.stderr.splitlines() == [
-        "server image: tensorboard is 2.10.1; aligner requires >=2.16",
-        "server image: psutil is 1.7build1; aligner requires >=5.9",
-        "server image: pyarrow is 26.0.0; aligner requires <26",
+    assert sorted(done.stderr.splitlines()) == [
         "server image: aiohttp is 3.8.0; aligner requires >=3.10",
         "server image: math-verify is 0.1.0; aligner requires >=0.8",
+        "server image: psutil is 1.7build1; aligner requires >=5.9",
+        "server image: pyarrow is 26.0.0; aligner requires <26",
+        "server image: tensorboard is 2.10.1; aligner requires >=2.16",
     ]
 
 
 @pytest.mark.slow
 def test_image_check_reports_all_mismatches(tmp_path: Path) -> None:
     install_aligner(tmp_path)
-    (tmp_path / "held.txt").write_text("Hydra_Core==1.3.0\n")
+    install(tmp_path, "torch", "2.13.0+cpu")
+    install(tmp_path, "psutil", "1.7build1")
+    (tmp_path / "held.txt").write_text(
+        "Hydra_Core==1.3.0\ntorch==2.13.0+cu128\npsutil==1.7build2\n"
+    )
     broken = tmp_path / "xxhash"
     broken.mkdir()
     (broken / "__init__.py").write_text("raise OSError('libc.so.9: not found')\n")
@@ -437,6 +442,11 @@ def test_image_check_reports_all_mismatches(tmp_path: Path) -> None:
         )
         for line in lines
     ), lines
+    for replaced in (
+        "torch is 2.13.0+cpu, but HELD pins 2.13.0+cu128",
+        "psutil is 1.7build1, but HELD pins 1.7build2",
+    ):
+        assert f"trainer image: {replaced}; a build step replaced it" in lines
     assert "trainer image: tensorrt-llm is not installed; requires 1.2.*" in lines
     assert "trainer image: ray is not installed; aligner requires >=2.40" in lines
     assert (
