@@ -78,8 +78,12 @@ def test_killed_trainer_resumes_with_the_running_critic(
 def test_killed_replica_of_the_generator_changes_no_sample(tmp_path: Path) -> None:
     """Each of the two replicas decodes two samples at a time, so that samples wait for them."""
     overrides = (*OVERRIDES, "engine.parallel.data=2", "engine.batch_size=2", "engine.exact=true")
-    whole = run_to_end(tmp_path / "whole", *overrides)
-    with Launch(tmp_path / "killed", *overrides) as launch:
+    # The checkpoints contain the name of the run, so both directories have the same one.
+    directories = [tmp_path / kind / "run" for kind in ("whole", "killed")]
+    for directory in directories:
+        directory.parent.mkdir()
+    whole = run_to_end(directories[0], *overrides)
+    with Launch(directories[1], *overrides) as launch:
         launch.wait_for_step(2, 200)
         launch.rank("generator", 1).kill()
         killed = launch.finish(300)
