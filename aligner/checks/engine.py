@@ -54,6 +54,8 @@ _VLLM_GATE_LIMIT = 7.0
 # Number by which vLLM 0.32 on CPUs must be able to divide the feed-forward rows of an expert with a
 # clamped network. The rows of other experts are padded.
 _VLLM_CPU_EXPERT_ROWS = 32
+# Families whose models in vLLM 0.32 require a layer with experts in each pipeline stage.
+_VLLM_EXPERT_STAGES = ("glm4_moe", "qwen3_moe")
 # Head dimensions that the CPU attention of vLLM 0.32 supports.
 _VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # `kv_lora_rank` and `qk_rope_head_dim` that the latent attention of vLLM 0.32 on CPUs supports.
@@ -394,6 +396,13 @@ def find_engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterat
             )
         yield from _find_part_problems(engine, shape)
         yield from _find_vllm_part_problems(shape)
+        stages = iterate_engine_stages(shape, layout.pipeline)
+        needs_experts = layout.pipeline > 1 and shape.family in _VLLM_EXPERT_STAGES
+        if needs_experts and not all(stage.expert_layers for stage in stages):
+            yield (
+                f"engine.parallel.pipeline={layout.pipeline}: leaves a stage without experts, with"
+                " which vLLM 0.32 does not start; use fewer stages"
+            )
         if engine.update != "in_place":
             yield f"engine.update={engine.update}: must be in_place with engine.kind=vllm"
         return

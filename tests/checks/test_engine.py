@@ -183,6 +183,17 @@ def test_unsupported_model_is_refused_with_vllm(changes, message) -> None:
     assert problem.endswith("; use engine=embedded")
 
 
+def test_stage_without_experts_is_refused_with_vllm() -> None:
+    expert = EXPERTS.layers[0]
+    dense = dataclasses.replace(expert, has_experts=False)
+    shape = dataclasses.replace(EXPERTS, family="glm4_moe", layers=(dense, dense, expert, expert))
+    for pipeline, is_refused in ((1, False), (2, True)):
+        layout = EngineParallelConfig(pipeline=pipeline)
+        engine = EngineConfig(kind="vllm", update="in_place", parallel=layout)
+        problems = "\n".join(find_engine_kind_problems(engine, shape))
+        assert ("leaves a stage without experts" in problems) == is_refused
+
+
 def test_a_python_without_vllm_is_refused(tmp_path: Path) -> None:
     message = f"engine.vllm.python={sys.executable}: vLLM is not installed there; run `aligner"
     with pytest.raises(ConfigError, match=message):

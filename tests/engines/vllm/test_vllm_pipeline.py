@@ -227,7 +227,7 @@ def scored(directory: str, samples: list[Sample]) -> torch.Tensor:
         # Each stage has the embedding and the head.
         ("qwen3_moe", EngineParallelConfig(pipeline=2), 2),
         rare("qwen3_moe", EngineParallelConfig(tensor=2, pipeline=2, expert=2), 1),
-        rare("glm4_moe", EngineParallelConfig(pipeline=3), 1),
+        rare("glm4_moe", EngineParallelConfig(pipeline=2), 1),
         rare("llama2", EngineParallelConfig(tensor=2), 2),
     ],
 )
