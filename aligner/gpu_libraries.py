@@ -49,9 +49,9 @@ def import_libraries() -> dict[str, str]:
     return reasons
 
 
-def hide_library(library: str) -> None:
-    """Let imports of a library fail as if it were not installed."""
-    roots = {module.partition(".")[0] for module in _MODULES[library]}
+def hide_libraries() -> None:
+    """Let imports of the libraries fail as if they were not installed."""
+    roots = {module.partition(".")[0] for modules in _MODULES.values() for module in modules}
     # A failed import may leave submodules, which would still be found.
     for name in [name for name in sys.modules if name.partition(".")[0] in roots]:
         del sys.modules[name]

@@ -71,6 +71,28 @@ assert all(reason.startswith("{name}: ") for reason in BROKEN_LIBRARIES.values()
     assert result.returncode == 0, result.stderr
 
 
+def test_working_libraries_are_absent_for_megatron_on_cpu(tmp_path: Path) -> None:
+    """On a CPU, their optimizers would fail."""
+    program = f"""
+{TRAINER}
+from aligner.megatron import BROKEN_LIBRARIES
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
+assert not HAVE_TE and USING_PYTORCH_OPTIMIZER and not BROKEN_LIBRARIES
+"""
+    environment = write_packages(tmp_path, "")
+    for package in (
+        tmp_path / "transformer_engine" / "pytorch" / "__init__.py",
+        tmp_path / "apex.py",
+    ):
+        package.write_text("class FusedAdam: ...\n")
+    (tmp_path / "transformer_engine" / "pytorch" / "optimizers.py").write_text(
+        "class FusedAdam: ...\nclass FusedSGD: ...\n"
+    )
+    result = run_python(program, environment)
+    assert result.returncode == 0, result.stderr
+
+
 def test_broken_library_is_an_error_on_gpu(tmp_path: Path) -> None:
     environment = write_packages(tmp_path, ERRORS["OSError"])
     result = run_python(f"{WITH_GPU}\n{TRAINER}", environment)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from aligner.gpu_libraries import build_import_error, hide_library, import_libraries
+from aligner.gpu_libraries import build_import_error, hide_libraries, import_libraries
 
 # megatron-core warns at import, and in every model that it builds, about each optional GPU library
 # that is not installed. It falls back to torch, which is intended on a CPU, and the warnings would
@@ -110,9 +110,11 @@ BROKEN_LIBRARIES = import_libraries()
 if BROKEN_LIBRARIES and torch.cuda.is_available():
     # Without the library, megatron-core would work, but much more slowly.
     raise build_import_error(BROKEN_LIBRARIES)
-# Otherwise, imports in megatron-core would raise errors that it does not expect.
-for _library in BROKEN_LIBRARIES:
-    hide_library(_library)
+if not torch.cuda.is_available():
+    # megatron-core would use a library that can be imported, for example its optimizer, which
+    # computes on GPUs only. Imports of a broken library would raise errors that megatron-core does
+    # not expect.
+    hide_libraries()
 
 if torch.cuda.is_available():
     with _replaced_modules(_UNUSED_EVERYWHERE):

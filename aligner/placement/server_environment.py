@@ -15,6 +15,7 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.extras import describe_missing_modules, describe_numpy_conflict
+from aligner.placement.job_layout import get_node_settings
 from aligner.placement.roles import count_server_ranks, has_generator
 from aligner.schema import Config
 from aligner.schema.reward_sources import FunctionSource, parse_reward_sources
@@ -58,15 +59,21 @@ def check_server_environment(config: Config) -> None:
 
 def find_environment_problems(config: Config) -> Iterator[str]:
     """Yield a line for each reason why the servers of a run cannot start in their Python
-    environment on this machine."""
-    server_ranks = count_server_ranks(config)
-    if not server_ranks:
+    environment on this machine.
+
+    In a job, this is the environment of the trainer's image. Servers with another image start in
+    an environment that cannot be checked from here.
+    """
+    servers = [
+        group for group in count_server_ranks(config) if _has_image_of_trainer(config, group)
+    ]
+    if not servers:
         return
     python = config.server.python
     if python is None:
         if problem := describe_missing_modules("server") or describe_numpy_conflict():
             yield (
-                f"this run starts servers ({', '.join(server_ranks)}): {problem}, or set"
+                f"this run starts servers ({', '.join(servers)}): {problem}, or set"
                 " server.python to the Python interpreter of another environment that has this"
                 " extra"
             )
@@ -99,6 +106,19 @@ def find_environment_problems(config: Config) -> Iterator[str]:
         yield f"{key}: this environment is not complete ({found['error']}); {remedy}"
     else:
         yield from _find_torch_problems(config, found["torch"])
+
+
+def _has_image_of_trainer(config: Config, group: str) -> bool:
+    """Return whether a server group starts in the same container image as the trainer, or in
+    none."""
+    if config.cluster.kind == "local":
+        return True
+    images = [
+        getattr(get_node_settings(config, role), "image", None) for role in ("trainer", group)
+    ]
+    # A role without an image of its own has that of the job.
+    own, server = (image or config.cluster.job.image for image in images)
+    return own == server
 
 
 def _find_torch_problems(config: Config, server_torch: str) -> Iterator[str]:

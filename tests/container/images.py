@@ -140,7 +140,8 @@ class ImageStore:
         for archive in archives:
             self.buildah("add", "--quiet", container, str(archive), "/")
         if change:
-            self.buildah("run", "--isolation=chroot", container, "--", "sh", "-ec", change)
+            root = ("--user=root", "--isolation=chroot")
+            self.buildah("run", *root, container, "--", "sh", "-ec", change)
         self.buildah("config", "--user=root", "--entrypoint=[]", "--workingdir=/", container)
         self.buildah("commit", "--quiet", container, name)
         self.buildah("rm", container)

@@ -126,6 +126,19 @@ def test_environment_without_package_of_reward_function_is_refused(elsewhere: Pa
     assert problem.startswith(f"server.python={python}: vaderSentiment is not installed; install")
 
 
+@pytest.mark.parametrize("cluster", ["slurm", "kubernetes"])
+def test_servers_in_another_image_are_not_checked(elsewhere: Path, cluster: str) -> None:
+    """The trainer's image has no PyTriton."""
+    python = interpreter(elsewhere, REPOSITORY, packages(elsewhere, "1.0", "aiohttp"))
+    job = f"cluster.{cluster}"
+    settings = (f"cluster={cluster}", f"{job}.image=trainer:1")
+
+    assert len(problems(elsewhere, python, *settings)) == 1
+    with_images = [f"{job}.roles.{role}.image=server:1" for role in ("critic", "reward")]
+    assert len(problems(elsewhere, python, *settings, with_images[0])) == 1
+    assert problems(elsewhere, python, *settings, *with_images) == []
+
+
 def test_torch_of_generator_must_be_the_trainers(elsewhere: Path) -> None:
     site = packages(elsewhere, "1.0+cpu", "aiohttp", "pytriton")
     python = interpreter(elsewhere, REPOSITORY, site)
