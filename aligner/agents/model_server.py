@@ -5,6 +5,7 @@ Agents in training and clients of a stored model use the same server with differ
 """
 
 import asyncio
+import contextlib
 import functools
 import hmac
 import itertools
@@ -61,6 +62,9 @@ _START_TIMEOUT_S = 30.0
 # Maximum size of a character in JSON, in bytes: two \uXXXX escapes, because a character outside the
 # Basic Multilingual Plane is escaped as a surrogate pair.
 _BYTES_PER_CHARACTER = 12
+# Maximum size of the body of a refused request that is received, and the timeout for it in seconds.
+_MAX_DISCARDED_BYTES = 1 << 20
+_DISCARD_TIMEOUT_S = 5.0
 # Maximum number of requests that are answered at the same time; further ones get the status 429.
 _MAX_REQUESTS = 16_384
 # Maximum number of connections that wait to be accepted.
@@ -481,7 +485,27 @@ async def _respond_to_request_error(request: Request, error: Exception) -> Respo
             error.status_code, f"{request.method} {request.url.path}: {error.detail}"
         )
     assert isinstance(error, RequestError)
+    if error.status == 401:
+        await _discard_body(request)
     return _build_error_response(request, error)
+
+
+async def _discard_body(request: Request) -> None:
+    """Receive the rest of a request's body, up to a maximum size.
+
+    If the connection were closed before the client has sent the body, the client would get a reset
+    instead of the response (RFC 9112, section 9.6).
+    """
+
+    async def discard() -> None:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > _MAX_DISCARDED_BYTES:
+                return
+
+    with contextlib.suppress(asyncio.TimeoutError, ClientDisconnect):
+        await asyncio.wait_for(discard(), _DISCARD_TIMEOUT_S)
 
 
 async def _respond_to_unexpected_error(request: Request, error: Exception) -> Response:
