@@ -22,7 +22,7 @@ def test_replicas_get_equal_shares_if_all_samples_fit() -> None:
     assert not router.waiting
 
 
-def test_waiting_prompts_go_as_a_whole_to_the_replica_with_the_fewest_incomplete_samples() -> None:
+def test_waiting_prompts_go_undivided_to_the_least_loaded_replica() -> None:
     router = Router(prompts_of(*[2] * 8), replicas=2, batch_size=2)
     assert router.assign([True, True]) == [[0, 1], [2, 3]]
     router.complete([2])

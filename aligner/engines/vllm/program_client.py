@@ -384,14 +384,16 @@ class VLLMClient(Client):
         self._vocabulary_files: dict[GrammarVocabulary, Path] = {}
         """Files that the workers read the tokens' bytes from, for guided decoding."""
         with shut_down_on_failure(NAME, self.shutdown):
-            environment = _build_environment(os.environ, settings, shape.num_layers, gpus, node)
-            self._program = Program(python, environment)
-            self._exit_stack.callback(self._program.terminate)
-            arguments = _build_engine_arguments(
-                directory, shape, settings, seed, dtype, node, on_gpus=bool(gpus)
+            self._program = _start_program(
+                self._exit_stack,
+                self._loop,
+                settings,
+                python,
+                _build_environment(os.environ, settings, shape.num_layers, gpus, node),
+                _build_engine_arguments(
+                    directory, shape, settings, seed, dtype, node, on_gpus=bool(gpus)
+                ),
             )
-            start_coroutine = self._program.start(arguments, _describe_pass_through(settings))
-            self._loop.run("starting (engine.vllm.timeout_s)", start_coroutine, self._timeout_s)
 
             self._vocab_size = shape.vocab_size
             self._response_generator = self._create_response_generator(seed)
@@ -591,15 +593,15 @@ class HeadlessWorkers:
         self._exit_stack.callback(self._loop.close)
         atexit.register(self.shutdown)
         with shut_down_on_failure(NAME, self.shutdown):
-            environment = _build_environment(os.environ, settings, shape.num_layers, gpus, node)
-            self._program = Program(python, environment)
-            self._exit_stack.callback(self._program.terminate)
-            arguments = _build_engine_arguments(
-                directory, shape, settings, seed, dtype, node, on_gpus=bool(gpus)
-            )
-            start_coroutine = self._program.start(arguments, _describe_pass_through(settings))
-            self._loop.run(
-                "starting (engine.vllm.timeout_s)", start_coroutine, settings.vllm.timeout_s
+            self._program = _start_program(
+                self._exit_stack,
+                self._loop,
+                settings,
+                python,
+                _build_environment(os.environ, settings, shape.num_layers, gpus, node),
+                _build_engine_arguments(
+                    directory, shape, settings, seed, dtype, node, on_gpus=bool(gpus)
+                ),
             )
             self._loop.submit(self._watch())
 
@@ -623,6 +625,34 @@ class HeadlessWorkers:
                 flush=True,
             )
             os._exit(FAILED)
+
+
+def _start_program(
+    exit_stack: contextlib.ExitStack,
+    loop: EventLoop,
+    settings: EngineConfig,
+    python: str,
+    environment: Mapping[str, str],
+    arguments: Mapping[str, Any],
+) -> Program:
+    """Start vLLM in a process that `exit_stack` terminates, and wait until it has started.
+
+    Args:
+        exit_stack: Gets the termination of the process, also if vLLM does not start.
+        loop: Event loop of the process's connection.
+        settings: Section `engine` of the configuration.
+        python: Path of the Python interpreter of vLLM's environment.
+        environment: Environment variables of the process.
+        arguments: Keyword arguments of vLLM's `AsyncEngineArgs`.
+
+    Raises:
+        AlignerError: vLLM failed to start, or did not start within `engine.vllm.timeout_s`.
+    """
+    program = Program(python, environment)
+    exit_stack.callback(program.terminate)
+    start_coroutine = program.start(arguments, _describe_pass_through(settings))
+    loop.run("starting (engine.vllm.timeout_s)", start_coroutine, settings.vllm.timeout_s)
+    return program
 
 
 def _describe_pass_through(settings: EngineConfig) -> str:
